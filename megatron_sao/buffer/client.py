@@ -1,0 +1,306 @@
+"""Clients of the buffer: a synchronous one for the trainer, an asynchronous one for workers and sidecars.
+
+Every call is safe to repeat, so both retry what a restarting or full buffer answers (connection errors, 5xx,
+429) with exponential back-off until ``give_up_after`` seconds have passed. Any other refusal is a
+:class:`BufferError` at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from megatron_sao.data.trajectory import Trajectory
+
+
+class BufferError(RuntimeError):
+    """The buffer refused a call. ``status`` is the HTTP status, ``message`` its sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"the buffer refused ({status}): {message}")
+        self.status = status
+        self.message = message
+
+
+class BufferUnavailable(RuntimeError):
+    """The buffer could not be reached, or was full, for longer than the client waits."""
+
+
+@dataclass(frozen=True)
+class BatchEntry:
+    id: str
+    num_tokens: int
+    num_action_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """An SGLang server as the registry sees it; ``heartbeat_age`` in seconds."""
+
+    id: str
+    url: str
+    state: str  # "clean": holds exactly `version`; "dirty": weights unknown or mid-push; "down": no heartbeat
+    version: str | None
+    tp: int
+    heartbeat_age: float
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to play one visit of a task for ``expires_in`` seconds; renew it while the episode runs."""
+
+    visit_id: str
+    kind: str  # "train" | "eval"
+    task: dict[str, Any]  # the fields of data.tasks.Task
+    epoch: int
+    attempt: int
+    expires_in: float
+    version: str | None = None  # evaluation only: the weight version every token must come from
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One request, independent of the transport that sends it."""
+
+    method: str
+    path: str
+    parse: Callable[[httpx.Response], Any]
+    json: dict[str, Any] | None = None
+    content: bytes | None = None
+    wait: float = 0.0  # seconds the server may hold the answer
+
+    def request(self, timeout: float) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"method": self.method, "url": self.path, "timeout": timeout + self.wait}
+        if self.json is not None:
+            arguments["json"] = self.json
+        if self.content is not None:
+            arguments["content"] = self.content
+            arguments["headers"] = {"Content-Type": "application/msgpack"}
+        return arguments
+
+
+class _Retries:
+    """When to try a call again. A success ends it; :meth:`delay` is asked after every failure."""
+
+    def __init__(self, url: str, give_up_after: float) -> None:
+        self._url = url
+        self._give_up_after = give_up_after
+        self._failing_since: float | None = None  # a long-poll's own wait does not count
+        self._pause = 0.1
+
+    def problem(self, response: httpx.Response) -> str | None:
+        """None for a success, the reason for a refusal worth retrying; raises BufferError for any other."""
+        if response.is_success:
+            return None
+        message = _message(response)
+        if response.status_code != 429 and response.status_code < 500:
+            raise BufferError(response.status_code, message)
+        retry_after = response.headers.get("Retry-After", "")
+        if retry_after.isdigit():
+            self._pause = max(self._pause, min(float(retry_after), 30.0))
+        return f"{response.status_code}: {message}"
+
+    def delay(self, problem: str) -> float:
+        """Seconds to wait before the next try. Raises BufferUnavailable when the time is up."""
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        elapsed = now - self._failing_since
+        if elapsed >= self._give_up_after:
+            raise BufferUnavailable(
+                f"the buffer at {self._url} has not served a call for {elapsed:.0f} s (last: {problem}); "
+                "see logs/buffer.log of the run, and check that the process runs and the URL is right"
+            )
+        pause = self._pause * random.uniform(0.5, 1.0)  # spread clients that lost the server at the same instant
+        self._pause = min(self._pause * 2, 5.0)
+        return min(pause, self._give_up_after - elapsed)
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return response.json()["error"]
+    except (ValueError, KeyError, TypeError):  # not ours: a proxy, or a crash inside the server
+        return response.text[:500] or response.reason_phrase
+
+
+def _field(name: str) -> Callable[[httpx.Response], Any]:
+    return lambda response: response.json()[name]
+
+
+def _entries(response: httpx.Response) -> list[BatchEntry] | None:
+    entries = response.json()["entries"]
+    return None if entries is None else [BatchEntry(**entry) for entry in entries]
+
+
+def _engines_call() -> _Call:
+    def parse(response: httpx.Response) -> list[EngineInfo]:
+        return [EngineInfo(**engine) for engine in response.json()["engines"]]
+
+    return _Call("GET", "/v1/engines", parse)
+
+
+def _quoted(part: str) -> str:
+    return quote(part, safe="")
+
+
+class BufferClient:
+    """Synchronous client; used by trainer processes and tools. Safe to share between threads.
+
+    Args:
+        url: e.g. "http://127.0.0.1:8500".
+        token: bearer token, MEGATRON_SAO_TOKEN.
+        timeout: seconds per request, on top of a long-poll's own wait.
+        give_up_after: seconds of failing tries before BufferUnavailable.
+
+    Every method raises BufferError for a refusal and BufferUnavailable when the buffer stays away.
+    """
+
+    def __init__(self, url: str, token: str, timeout: float = 60.0, give_up_after: float = 120.0) -> None:
+        self.token = token
+        self.url = url.rstrip("/")
+        self.token = token
+        self.timeout = timeout
+        self.give_up_after = give_up_after
+        self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+
+    def register_trainer(self, run_id: str, policy_version: int) -> int:
+        """Become the trainer that rules. Returns the incarnation; every engine is dirty from now on."""
+        body = {"run_id": run_id, "policy_version": policy_version}
+        return self._send(_Call("POST", "/v1/trainers", _field("incarnation"), body))
+
+    def batch(
+        self, stage: str, step: int, incarnation: int, batch_size: int, policy_version: int, wait: float
+    ) -> list[BatchEntry] | None:
+        """The batch of a step, the same at every call; None if it is not complete within ``wait`` seconds."""
+        body = {
+            "incarnation": incarnation, "batch_size": batch_size, "policy_version": policy_version, "wait": wait,
+        }
+        return self._send(_Call("POST", f"/v1/batches/{stage}/{step}", _entries, body, wait=wait))
+
+    def trajectory(self, id: str) -> Trajectory:
+        path = f"/v1/trajectories/{_quoted(id)}"
+        return self._send(_Call("GET", path, lambda response: Trajectory.decode(response.content)))
+
+    def commit(self, stage: str, step: int, incarnation: int) -> None:
+        """Allow the buffer to forget everything strictly before (stage, step)."""
+        body = {"incarnation": incarnation}
+        self._send(_Call("POST", f"/v1/commits/{stage}/{step}", _nothing, body))
+
+    def start_eval(self, stage: str, step: int, incarnation: int, version: str, num_prompts: int) -> None:
+        """Lease the first ``num_prompts`` held-out tasks once each, under one weight version. Repeatable; another
+        version starts the evaluation of this step afresh."""
+        body = {"incarnation": incarnation, "version": version, "num_prompts": num_prompts}
+        self._send(_Call("POST", f"/v1/evaluations/{stage}/{step}", _nothing, body))
+
+    def eval_result(self, stage: str, step: int, incarnation: int, wait: float) -> list[str] | None:
+        """Trajectory ids in task order when every visit has ended, else None after ``wait`` seconds. Visits that
+        failed at all their attempts have no id: num_prompts − len(ids) count as failures."""
+        body = {"incarnation": incarnation, "wait": wait}
+        return self._send(
+            _Call("POST", f"/v1/evaluations/{stage}/{step}/result", _field("ids"), body, wait=wait)
+        )
+
+    def engines(self) -> list[EngineInfo]:
+        return self._send(_engines_call())
+
+    def mark_engine(self, id: str, state: str, version: str | None, incarnation: int) -> None:
+        """Mark an engine "dirty" before a push and "clean" with its version after. 409 if it registered anew in
+        between: it has lost the weights and needs another push."""
+        body = {"state": state, "version": version, "incarnation": incarnation}
+        self._send(_Call("POST", f"/v1/engines/{_quoted(id)}/state", _nothing, body))
+
+    def stats(self) -> dict[str, Any]:
+        return self._send(_Call("GET", "/v1/stats", httpx.Response.json))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _send(self, call: _Call) -> Any:
+        retries = _Retries(self.url, self.give_up_after)
+        while True:
+            try:
+                response = self._http.request(**call.request(self.timeout))
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                problem = retries.problem(response)
+                if problem is None:
+                    return call.parse(response)
+            time.sleep(retries.delay(problem))
+
+
+class AsyncBufferClient:
+    """Asynchronous client; used by rollout workers and engine sidecars. Arguments and errors as BufferClient's."""
+
+    def __init__(self, url: str, token: str, timeout: float = 60.0, give_up_after: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.give_up_after = give_up_after
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"},
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+        )
+
+    async def lease(self, worker_id: str, max_leases: int, wait: float) -> list[Lease]:
+        """Up to ``max_leases`` visits to play; empty if there are none within ``wait`` seconds."""
+        body = {"worker_id": worker_id, "max_leases": max_leases, "wait": wait, "request_id": uuid.uuid4().hex}
+
+        def parse(response: httpx.Response) -> list[Lease]:
+            return [Lease(**lease) for lease in response.json()["leases"]]
+
+        return await self._send(_Call("POST", "/v1/tasks/lease", parse, body, wait=wait))
+
+    async def renew(self, visit_id: str, attempt: int) -> float:
+        """Seconds the lease now lasts. BufferError 409: it is lost, stop the episode."""
+        path = f"/v1/tasks/{_quoted(visit_id)}/renew"
+        return await self._send(_Call("POST", path, _field("expires_in"), {"attempt": attempt}))
+
+    async def release(self, visit_id: str, attempt: int, reason: str) -> None:
+        """Give a visit back unplayed; it is leased again, up to max_attempts times."""
+        path = f"/v1/tasks/{_quoted(visit_id)}/release"
+        await self._send(_Call("POST", path, _nothing, {"attempt": attempt, "reason": reason}))
+
+    async def submit(self, trajectory: Trajectory) -> str:
+        """Store a trajectory durably. Returns "accepted", "duplicate" (the visit or this very trajectory was in
+        already) or "dropped" (failed in the environment, or nobody waits for it any more)."""
+        return await self._send(_Call("POST", "/v1/trajectories", _field("result"), content=trajectory.encode()))
+
+    async def register_engine(self, id: str, url: str, tp: int) -> None:
+        await self._send(_Call("POST", "/v1/engines", _nothing, {"id": id, "url": url, "tp": tp}))
+
+    async def heartbeat_engine(self, id: str) -> EngineInfo:
+        path = f"/v1/engines/{_quoted(id)}/heartbeat"
+        return await self._send(_Call("POST", path, lambda response: EngineInfo(**response.json()), {}))
+
+    async def engines(self) -> list[EngineInfo]:
+        return await self._send(_engines_call())
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _send(self, call: _Call) -> Any:
+        retries = _Retries(self.url, self.give_up_after)
+        while True:
+            try:
+                response = await self._http.request(**call.request(self.timeout))
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                problem = retries.problem(response)
+                if problem is None:
+                    return call.parse(response)
+            await asyncio.sleep(retries.delay(problem))
+
+
+def _nothing(response: httpx.Response) -> None:
+    return None

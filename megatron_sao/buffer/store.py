@@ -1,0 +1,383 @@
+"""The truth about the data: which trajectories exist, which batch went to which step, which trainer rules.
+
+Payloads lie in append-only segment files, everything else in the index. A method that returns has its effect on
+the disk. Not thread-safe: the server calls it from one thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from sqlite3 import Row
+from typing import Any
+
+from megatron_sao.buffer.database import Database, StoreError
+from megatron_sao.buffer.engines import Engines
+from megatron_sao.buffer.segments import SegmentCorrupt, Segments
+from megatron_sao.buffer.visits import Visits
+from megatron_sao.config import RunConfig
+from megatron_sao.data.batches import STAGES
+from megatron_sao.data.tasks import Task
+from megatron_sao.data.trajectory import Trajectory, parse_version
+
+
+class Store:
+    """The buffer without HTTP.
+
+    Args:
+        directory: owned exclusively; created if absent.
+        config: of the run.
+        tasks, eval_tasks: must be those the directory was created with.
+        clock: monotonic seconds.
+
+    Raises:
+        StoreError: another process owns the directory, or it belongs to other tasks. Every method raises it for a
+            refusal, with the HTTP status that fits.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        tasks: list[Task],
+        eval_tasks: list[Task],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._config = config
+        self._db = Database(directory / "index.sqlite")
+        self._segments = Segments(directory / "segments")
+        digest = hashlib.sha256(json.dumps([asdict(task) for task in tasks + eval_tasks]).encode()).hexdigest()
+        if self._db.get("tasks", digest) != digest:
+            self.close()
+            raise StoreError(
+                409, f"{directory} was filled from other tasks than {config.data.train} and {config.data.eval} "
+                "hold now; restore those files or choose a new run directory"
+            )
+        with self._db.transaction():
+            self._db.set("tasks", digest)
+        self.engines = Engines(self._db, clock)
+        self.visits = Visits(self._db, self.engines, config, tasks, eval_tasks, clock)
+
+    def close(self) -> None:
+        self._segments.close()
+        self._db.close()
+
+    # Trainers
+
+    def register_trainer(self, run_id: str, policy_version: int) -> int:
+        """Issue the next incarnation. Its predecessors are refused from now on, engines need a push, evaluations
+        that have not ended are void."""
+        if run_id != self._config.name:
+            raise StoreError(
+                409, f"this buffer serves the run {self._config.name!r}, not {run_id!r}; check the buffer's URL"
+            )
+        with self._db.transaction():
+            incarnation = self._db.run(
+                "INSERT INTO trainers(policy_version) VALUES(?)", policy_version
+            ).lastrowid
+            self.engines.all_dirty()
+            for evaluation in self._db.rows("SELECT * FROM evaluations"):
+                if self._open_visits(evaluation["id"]):
+                    self._void_evaluation(evaluation, "the trainer restarted")
+        return incarnation
+
+    def mark_engine(self, id: str, state: str, version: str | None, incarnation: int) -> None:
+        self._rules(incarnation)
+        self.engines.mark(id, state, version, incarnation)
+
+    def incarnation(self) -> int:
+        """The ruling one; 0 before any trainer registered."""
+        return self._db.scalar("SELECT coalesce(max(incarnation), 0) FROM trainers")
+
+    def current_version(self) -> str | None:
+        """The newest version verified on an engine under the ruling incarnation, else the one it starts from."""
+        trainer = self._db.row("SELECT * FROM trainers ORDER BY incarnation DESC LIMIT 1")
+        if trainer is None:
+            return None
+        return trainer["pushed"] or f"{trainer['incarnation']}.{trainer['policy_version']}"
+
+    def _rules(self, incarnation: int) -> None:
+        ruling = self.incarnation()
+        if incarnation != ruling:
+            raise StoreError(
+                409, f"trainer incarnation {incarnation} does not rule, {ruling} does; this trainer must stop, "
+                "or register anew"
+            )
+
+    # Trajectories
+
+    def submit(self, items: Sequence[tuple[Trajectory, bytes]]) -> list[str | StoreError]:
+        """Store validated trajectories and their encodings, with one fsync for all.
+
+        Returns:
+            Per item "accepted", "duplicate", "dropped", or the refusal.
+
+        Raises:
+            StoreError: 503, the disk does not take it; nothing of the call is stored. 429, the store is full.
+        """
+        self.visits.expire()
+        size = self._segments.stored_bytes + sum(len(payload) for _, payload in items)
+        if size > self._config.buffer.max_stored_bytes:
+            raise StoreError(
+                429, f"the buffer is full: {size} bytes would exceed buffer.max_stored_bytes="
+                f"{self._config.buffer.max_stored_bytes}; it empties at the trainer's next checkpoint"
+            )
+        try:
+            with self._db.transaction():
+                answers = [self._submit_one(trajectory, payload) for trajectory, payload in items]
+                self._segments.sync()
+        except OSError as error:
+            raise StoreError(503, f"cannot write the trajectory: {error}; free some disk space") from error
+        return answers
+
+    def _submit_one(self, trajectory: Trajectory, payload: bytes) -> str | StoreError:
+        refusal = self._refusal(trajectory)
+        if refusal is not None:
+            return refusal
+        visit = self.visits.find(trajectory.kind, trajectory.epoch, trajectory.task_id)
+        known = self._db.scalar("SELECT 1 FROM trajectories WHERE id=?", trajectory.id)
+        if known or (visit and visit["state"] == "done"):
+            self._db.count("trajectories_duplicate")
+            return "duplicate"
+        if visit is None or visit["state"] == "aside":
+            self._db.count("trajectories_late")
+            return "dropped"
+        evaluation = None
+        if trajectory.kind == "eval":
+            evaluation = self._db.row("SELECT * FROM evaluations WHERE id=?", trajectory.epoch)
+        failure = trajectory.failure or _off_version(trajectory, evaluation)
+        if failure is None:
+            self.visits.done(visit)
+        elif visit["state"] == "leased" and visit["attempt"] == trajectory.attempt:
+            self.visits.give_back(visit, failure)
+        state = "failed" if failure else "eval" if evaluation else "stored"
+        stage_step = (evaluation["stage"], evaluation["step"]) if evaluation else (None, None)
+        self._db.run(
+            "INSERT INTO trajectories(id, visit, state, stage, step, segment, offset, num_tokens, num_action_tokens, "
+            "versions, reason) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            trajectory.id, visit["id"], state, *stage_step, *self._segments.append(payload), trajectory.num_tokens,
+            trajectory.num_action_tokens, json.dumps(sorted(trajectory.action_versions)), failure,
+        )
+        self._db.count("trajectories_failed" if failure else f"{trajectory.kind}_trajectories_accepted")
+        return "dropped" if failure else "accepted"
+
+    def _refusal(self, trajectory: Trajectory) -> StoreError | None:
+        if trajectory.run_id != self._config.name:
+            return StoreError(422, f"run_id: {trajectory.run_id!r} is not this buffer's run {self._config.name!r}")
+        ruling = self.incarnation()
+        for index, (version, _, _) in enumerate(trajectory.versions):
+            if parse_version(version)[0] > ruling:
+                return StoreError(422, f"versions[{index}]: {version!r} names an incarnation not issued yet ({ruling})")
+        if trajectory.kind == "train" and self.visits.find("train", trajectory.epoch, trajectory.task_id) is None:
+            return StoreError(
+                422, f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
+                "with the task, epoch and attempt of a lease"
+            )
+        return None
+
+    def read(self, id: str) -> bytes:
+        """The encoded trajectory."""
+        row = self._db.row("SELECT state, segment, offset FROM trajectories WHERE id=?", id)
+        if row is None:
+            raise StoreError(404, f"there is no trajectory {id!r}")
+        if row["state"] == "collected":
+            raise StoreError(410, f"trajectory {id!r} was collected after a commit; start from a later checkpoint")
+        try:
+            return self._segments.read(row["segment"], row["offset"])
+        except SegmentCorrupt as error:
+            raise StoreError(500, str(error)) from error
+
+    def trajectories(self, state: str | None = None) -> Iterator[tuple[dict[str, Any], Trajectory]]:
+        """(index row, trajectory) of everything still held, oldest first; optionally of one state only."""
+        for row in self._db.rows("SELECT * FROM trajectories WHERE state!='collected' ORDER BY serial"):
+            if state in (None, row["state"]):
+                yield dict(row), Trajectory.decode(self.read(row["id"]))
+
+    # Batches
+
+    def batch(
+        self, stage: str, step: int, incarnation: int, batch_size: int, policy_version: int
+    ) -> list[dict[str, Any]] | None:
+        """The manifest of a step, on the disk before it is returned; None while there are too few trajectories."""
+        self._rules(incarnation)
+        if stage == "sft":
+            raise StoreError(422, "the stage 'sft' trains on demonstrations; it takes no batch from the buffer")
+        key = self._key(stage, step)
+        self.visits.expire()
+        with self._db.transaction():
+            if self._db.get("requested") != [*key, batch_size]:
+                self._db.set("requested", [*key, batch_size])
+            recorded = self._db.row("SELECT * FROM batches WHERE stage=? AND step=?", *key)
+            if recorded is None:
+                self._drop_stale(policy_version)
+                oldest = self._db.rows(
+                    "SELECT serial FROM trajectories WHERE state='stored' ORDER BY serial LIMIT ?", batch_size
+                )
+                if len(oldest) < batch_size:
+                    return None
+                self._db.run("INSERT INTO batches VALUES(?, ?, ?, ?)", *key, batch_size, policy_version)
+                for row in oldest:
+                    self._db.run(
+                        "UPDATE trajectories SET state='assigned', stage=?, step=? WHERE serial=?", *key, row["serial"]
+                    )
+            elif (recorded["batch_size"], recorded["policy_version"]) != (batch_size, policy_version):
+                raise StoreError(
+                    409, f"the batch of {stage} {step} was recorded for batch_size={recorded['batch_size']}, "
+                    f"policy_version={recorded['policy_version']}, not for {batch_size}, {policy_version}; resume with "
+                    "the config it was made with, or choose a new run directory"
+                )
+        return self._manifest(key)
+
+    def batches(self) -> Iterator[tuple[str, int, list[Trajectory]]]:
+        """(stage, step, trajectories) of every recorded batch that has not been collected, in order."""
+        for row in self._db.rows("SELECT stage, step FROM batches ORDER BY stage, step"):
+            ids = [entry["id"] for entry in self._manifest((row["stage"], row["step"]))]
+            yield STAGES[row["stage"]], row["step"], [Trajectory.decode(self.read(id)) for id in ids]
+
+    def commit(self, stage: str, step: int, incarnation: int) -> None:
+        """Forget what lies strictly before (stage, step), and every dropped or failed trajectory."""
+        self._rules(incarnation)
+        key = [STAGES.index(stage), step]
+        with self._db.transaction():
+            if key <= self._db.get("committed", [0, 0]):
+                return
+            self._db.set("committed", key)
+            self._db.run(
+                "UPDATE trajectories SET state='collected' WHERE state IN ('dropped', 'failed') "
+                "OR (state IN ('assigned', 'eval') AND (stage, step) < (?, ?))", *key
+            )
+            self._db.run("DELETE FROM batches WHERE (stage, step) < (?, ?)", *key)
+            for evaluation in self._db.rows("SELECT id FROM evaluations WHERE (stage, step) < (?, ?)", *key):
+                self.visits.forget_evaluation(evaluation["id"])
+        live = self._db.rows("SELECT DISTINCT segment FROM trajectories WHERE state!='collected'")
+        self._segments.keep_only({row["segment"] for row in live})
+
+    def _manifest(self, key: tuple[int, int]) -> list[dict[str, Any]]:
+        return [
+            dict(row)
+            for row in self._db.rows(
+                "SELECT id, num_tokens, num_action_tokens FROM trajectories "
+                "WHERE state='assigned' AND stage=? AND step=? ORDER BY serial", *key
+            )
+        ]
+
+    def _key(self, stage: str, step: int) -> tuple[int, int]:
+        """(stage, step) as comparable numbers. Raises 410 if it has been collected."""
+        key = (STAGES.index(stage), step)
+        committed = self._db.get("committed", [0, 0])
+        if list(key) < committed:
+            raise StoreError(
+                410, f"{stage} {step} was collected: the trainer committed {STAGES[committed[0]]} {committed[1]}; "
+                "resume from a checkpoint not older than that, or start a new run directory"
+            )
+        return key
+
+    def _drop_stale(self, policy_version: int) -> None:
+        resumed_at = {
+            row["incarnation"]: row["policy_version"] for row in self._db.rows("SELECT * FROM trainers")
+        }
+        for row in self._db.rows("SELECT serial, versions FROM trajectories WHERE state='stored'"):
+            oldest = min(_effective(version, resumed_at) for version in json.loads(row["versions"]))
+            if policy_version - oldest > self._config.rl.max_staleness:
+                self._db.run(
+                    "UPDATE trajectories SET state='dropped', reason=? WHERE serial=?",
+                    f"stale: version {oldest}, policy {policy_version}", row["serial"],
+                )
+                self._db.count("dropped_stale")
+
+    # Evaluations
+
+    def start_evaluation(self, stage: str, step: int, incarnation: int, version: str, num_prompts: int) -> None:
+        """Open an evaluation; again with the same arguments: nothing; under another version: afresh."""
+        self._rules(incarnation)
+        key = self._key(stage, step)
+        with self._db.transaction():
+            existing = self._db.row("SELECT * FROM evaluations WHERE stage=? AND step=?", *key)
+            if existing and (existing["version"], existing["num_prompts"]) == (version, num_prompts):
+                return
+            if existing:
+                self._void_evaluation(existing, "the evaluation was started afresh")
+            self.visits.start_evaluation(*key, version, num_prompts)
+
+    def evaluation_result(self, stage: str, step: int, incarnation: int) -> list[str] | None:
+        """Ids in task order once every visit is done or set aside; None before. A visit set aside has no id."""
+        self._rules(incarnation)
+        self.visits.expire()
+        key = self._key(stage, step)
+        number = self._db.scalar("SELECT id FROM evaluations WHERE stage=? AND step=?", *key)
+        if number is None:
+            raise StoreError(404, f"no evaluation of {stage} {step} was started under this trainer; start it")
+        if self._open_visits(number):
+            return None
+        return [
+            row["id"]
+            for row in self._db.rows(
+                "SELECT trajectories.id FROM trajectories JOIN visits ON visits.id=visit "
+                "WHERE kind='eval' AND epoch=? AND trajectories.state='eval' ORDER BY visits.id", number
+            )
+        ]
+
+    def _open_visits(self, number: int) -> int:
+        return self._db.scalar(
+            "SELECT count(*) FROM visits WHERE kind='eval' AND epoch=? AND state IN ('ready', 'leased')", number
+        )
+
+    def _void_evaluation(self, evaluation: Row, reason: str) -> None:
+        self._db.run(
+            "UPDATE trajectories SET state='dropped', reason=? WHERE state='eval' AND stage=? AND step=?",
+            reason, evaluation["stage"], evaluation["step"],
+        )
+        self.visits.forget_evaluation(evaluation["id"])
+
+    # Figures
+
+    def stats(self) -> dict[str, Any]:
+        """COUNTERS since the run began, and what is there now. Numbers, but for run_id, stage and current_version."""
+        self.visits.expire()
+        states = [engine["state"] for engine in self.engines.list()]
+        visits = {(row["kind"], row["state"]): row["n"] for row in self._db.rows(
+            "SELECT kind, state, count(*) AS n FROM visits GROUP BY kind, state"
+        )}
+        requested = self._db.get("requested")
+        return {
+            "run_id": self._config.name,
+            "current_version": self.current_version(),
+            "stage": STAGES[requested[0]] if requested else None,
+            "step": requested[1] if requested else 0,
+            "incarnation": self.incarnation(),
+            "outstanding": self.visits.outstanding(),
+            "outstanding_limit": self.visits.limit(),
+            "visits_leased": visits.get(("train", "leased"), 0),
+            "visits_ready": visits.get(("train", "ready"), 0),
+            "eval_visits_open": visits.get(("eval", "leased"), 0) + visits.get(("eval", "ready"), 0),
+            "trajectories_stored": self._db.scalar("SELECT count(*) FROM trajectories WHERE state='stored'"),
+            "stored_bytes": self._segments.stored_bytes,
+            **{f"engines_{state}": states.count(state) for state in ("clean", "dirty", "down")},
+            **dict.fromkeys(COUNTERS, 0),
+            **self._db.counters(),
+        }
+
+
+COUNTERS = (
+    "train_trajectories_accepted", "eval_trajectories_accepted", "trajectories_duplicate", "trajectories_late",
+    "trajectories_failed", "dropped_stale", "leases_expired", "leases_released", "train_visits_set_aside",
+    "eval_visits_set_aside",
+)
+
+
+def _off_version(trajectory: Trajectory, evaluation: Row | None) -> str | None:
+    """Why an evaluation's trajectory does not count: it must come from the one pinned version."""
+    if evaluation is None or trajectory.action_versions <= {evaluation["version"]}:
+        return None
+    return f"sampled under {sorted(trajectory.action_versions)}, but the evaluation pins {evaluation['version']}"
+
+
+def _effective(version: str, resumed_at: dict[int, int]) -> int:
+    """A token of a dead incarnation is no newer than the checkpoints its successors resumed from."""
+    incarnation, n = parse_version(version)
+    return min([n] + [resume for later, resume in resumed_at.items() if later > incarnation])

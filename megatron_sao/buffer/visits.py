@@ -1,0 +1,195 @@
+"""Visits, (task, epoch) pairs: who plays which now, at which attempt, and how far rollouts may run ahead.
+
+Life of a visit: ready → leased → done (a trajectory was accepted), or back to ready when the lease expires, is
+released or ends in a failure of the environment's own; after ``max_attempts`` leases it is set aside. The visits
+of an evaluation have the evaluation's number as their epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from sqlite3 import Row
+from typing import Any
+
+from megatron_sao.buffer.database import Database, StoreError
+from megatron_sao.buffer.engines import Engines
+from megatron_sao.config import RunConfig
+from megatron_sao.data.tasks import Task, epoch_order
+
+
+class Visits:
+    """One thread at a time. Deadlines live in memory: a restart of the buffer gives every lease its full time anew,
+    which is never less than what the downtime took from it, and a renewal costs no fsync."""
+
+    def __init__(
+        self,
+        db: Database,
+        engines: Engines,
+        config: RunConfig,
+        tasks: list[Task],
+        eval_tasks: list[Task],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._db = db
+        self._engines = engines
+        self._config = config
+        self._tasks = tasks
+        self._eval_tasks = eval_tasks
+        self._by_id = {"train": {task.id: task for task in tasks}, "eval": {task.id: task for task in eval_tasks}}
+        self._clock = clock
+        self._order = (-1, epoch_order(0, 0, 0))
+        leased = db.rows("SELECT id FROM visits WHERE state='leased'")
+        self._deadlines = {row["id"]: clock() + config.buffer.lease_seconds for row in leased}
+
+    def lease(self, worker_id: str, max_leases: int, request_id: str) -> list[dict[str, Any]] | None:
+        """Grant up to ``max_leases`` visits, evaluations first; the same ones if the request is repeated. None:
+        nothing to play now."""
+        self.expire()
+        repeated = self._db.rows("SELECT * FROM visits WHERE request=? AND state='leased'", request_id)
+        versions = self._engines.clean_versions()
+        if repeated or not versions or self._db.scalar("SELECT count(*) FROM trainers") == 0:
+            return [self._as_lease(visit) for visit in repeated] or None
+        with self._db.transaction():
+            granted = [
+                visit["id"]
+                for version in sorted(versions)
+                for visit in self._db.rows(
+                    "SELECT visits.id FROM visits JOIN evaluations ON evaluations.id=epoch AND version=? "
+                    "WHERE kind='eval' AND state='ready' ORDER BY visits.id LIMIT ?", version, max_leases
+                )
+            ][:max_leases]
+            room = min(max_leases - len(granted), self.limit() - self.outstanding())
+            if room > 0:
+                ready = "SELECT id FROM visits WHERE kind='train' AND state='ready' ORDER BY id LIMIT ?"
+                returned = [visit["id"] for visit in self._db.rows(ready, room)]
+                granted += returned + [self._new_visit() for _ in range(room - len(returned))]
+            for visit_id in granted:
+                self._db.run(
+                    "UPDATE visits SET state='leased', attempt=attempt+1, worker=?, request=?, reason=NULL WHERE id=?",
+                    worker_id, request_id, visit_id,
+                )
+        for visit_id in granted:
+            self._deadlines[visit_id] = self._clock() + self._config.buffer.lease_seconds
+        return [self._as_lease(self._by_number(visit_id)) for visit_id in granted] or None
+
+    def renew(self, visit_id: int, attempt: int) -> float:
+        self.expire()
+        visit = self._by_number(visit_id)
+        if visit["state"] != "leased" or visit["attempt"] != attempt:
+            raise StoreError(
+                409, f"visit {visit_id} is {visit['state']} at attempt {visit['attempt']}: the lease of attempt "
+                f"{attempt} is over; stop its episode"
+            )
+        self._deadlines[visit_id] = self._clock() + self._config.buffer.lease_seconds
+        return self._config.buffer.lease_seconds
+
+    def release(self, visit_id: int, attempt: int, reason: str) -> None:
+        """Give a lease back unplayed. A lease that is over is left alone."""
+        visit = self._by_number(visit_id)
+        if visit["state"] == "leased" and visit["attempt"] == attempt:
+            with self._db.transaction():
+                self.give_back(visit, reason)
+                self._db.count("leases_released")
+
+    def expire(self) -> None:
+        """Give back every lease whose time is up."""
+        now = self._clock()
+        late = [visit_id for visit_id, deadline in self._deadlines.items() if deadline < now]
+        if not late:
+            return
+        with self._db.transaction():
+            for visit_id in late:
+                visit = self._db.row("SELECT * FROM visits WHERE id=? AND state='leased'", visit_id)
+                if visit is not None:
+                    self.give_back(visit, "lease expired")
+                    self._db.count("leases_expired")
+        for visit_id in late:
+            del self._deadlines[visit_id]
+
+    def find(self, kind: str, epoch: int, task_id: str) -> Row | None:
+        return self._db.row("SELECT * FROM visits WHERE kind=? AND epoch=? AND task_id=?", kind, epoch, task_id)
+
+    def give_back(self, visit: Row, reason: str) -> None:
+        """Inside a transaction: the leased visit is ready for another attempt, or set aside after the last one."""
+        last = visit["attempt"] >= self._config.buffer.max_attempts
+        self._db.run(
+            "UPDATE visits SET state=?, reason=? WHERE id=?", "aside" if last else "ready", reason, visit["id"]
+        )
+        if last:
+            self._db.count(f"{visit['kind']}_visits_set_aside")
+
+    def done(self, visit: Row) -> None:
+        """Inside a transaction: the visit has its trajectory."""
+        self._db.run("UPDATE visits SET state='done' WHERE id=?", visit["id"])
+
+    def limit(self) -> int:
+        """How many trajectories may be outstanding: more could not be trained on within ``max_staleness``."""
+        value = self._config.value
+        batch_size = value.batch_size if value.steps else self._config.rl.batch_size
+        requested = self._db.get("requested")  # [stage, step, batch_size], written by Store.batch
+        return (self._config.rl.max_staleness + 1) * (requested[2] if requested else batch_size)
+
+    def outstanding(self) -> int:
+        """Leased, stored and not in a batch, and in the batches from the one being trained on."""
+        leased = self._db.scalar("SELECT count(*) FROM visits WHERE kind='train' AND state='leased'")
+        stored = self._db.scalar("SELECT count(*) FROM trajectories WHERE state='stored'")
+        requested = self._db.get("requested", [0, 0, 0])
+        return leased + stored + self._db.scalar(
+            "SELECT coalesce(sum(batch_size), 0) FROM batches WHERE (stage, step) >= (?, ?)", *requested[:2]
+        )
+
+    def start_evaluation(self, stage: int, step: int, version: str, num_prompts: int) -> None:
+        """Make the visits of an evaluation. Caller is inside a transaction and has cancelled any older one."""
+        if not 1 <= num_prompts <= len(self._eval_tasks):
+            raise StoreError(
+                422, f"num_prompts={num_prompts}, but data.eval holds {len(self._eval_tasks)} tasks; "
+                "lower eval.prompts or name a longer file"
+            )
+        number = self._db.run(
+            "INSERT INTO evaluations(stage, step, version, num_prompts) VALUES(?, ?, ?, ?)",
+            stage, step, version, num_prompts,
+        ).lastrowid
+        for task in self._eval_tasks[:num_prompts]:
+            self._db.run(
+                "INSERT INTO visits(kind, epoch, task_id, state, attempt) VALUES('eval', ?, ?, 'ready', 0)",
+                number, task.id,
+            )
+
+    def forget_evaluation(self, number: int) -> None:
+        """Inside a transaction: nobody waits for this evaluation any more."""
+        self._db.run("DELETE FROM visits WHERE kind='eval' AND epoch=?", number)
+        self._db.run("DELETE FROM evaluations WHERE id=?", number)
+
+    def _new_visit(self) -> int:
+        epoch, position = self._db.get("cursor", [0, 0])
+        if position == len(self._tasks):
+            epoch, position = epoch + 1, 0
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(len(self._tasks), self._config.seed, epoch))
+        task = self._tasks[self._order[1][position]]
+        self._db.set("cursor", [epoch, position + 1])
+        return self._db.run(
+            "INSERT INTO visits(kind, epoch, task_id, state, attempt) VALUES('train', ?, ?, 'ready', 0)", epoch, task.id
+        ).lastrowid
+
+    def _by_number(self, visit_id: int) -> Row:
+        visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)
+        if visit is None:
+            raise StoreError(409, f"there is no visit {visit_id} (any more); stop its episode")
+        return visit
+
+    def _as_lease(self, visit: Row) -> dict[str, Any]:
+        version = None
+        if visit["kind"] == "eval":
+            version = self._db.scalar("SELECT version FROM evaluations WHERE id=?", visit["epoch"])
+        return {
+            "visit_id": str(visit["id"]),
+            "kind": visit["kind"],
+            "task": asdict(self._by_id[visit["kind"]][visit["task_id"]]),
+            "epoch": visit["epoch"],
+            "attempt": visit["attempt"],
+            "expires_in": max(0.0, self._deadlines[visit["id"]] - self._clock()),
+            "version": version,
+        }

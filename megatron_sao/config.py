@@ -1,0 +1,296 @@
+"""The typed run configuration: one YAML file per run, validated before anything starts.
+
+A run config says how to train. What the model *is* comes from the ``config.json`` of the Hugging Face
+directory named by ``model.path`` and is never restated here. Every field has a default or is required; an
+unknown key is an error that names the nearest known one. ``--set a.b=c`` overrides a field, the value
+being parsed as YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message names the field, its value and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Where the model comes from and how its layers are computed."""
+
+    path: Path  # HF directory: config.json, tokenizer, and weights in safetensors
+    layers: Literal["native", "transformer_engine"] = "native"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class ParallelConfig(Section):
+    """Megatron's parallel sizes. Data parallelism is what remains: world_size / (tp·pp·cp)."""
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt | None = None  # virtual pipeline stages per rank (interleaved schedule)
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1  # tensor parallelism inside an expert
+    world_size: PositiveInt = 1  # trainer ranks over all nodes
+    nproc_per_node: PositiveInt = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ParallelConfig:
+        model_parallel = self.tp * self.pp * self.cp
+        if self.world_size % model_parallel:
+            raise ValueError(
+                f"world_size={self.world_size} is not a multiple of tp·pp·cp={model_parallel}; "
+                "change parallel.world_size or one of the sizes"
+            )
+        if self.world_size % (self.etp * self.ep * self.pp):
+            raise ValueError(
+                f"world_size={self.world_size} is not a multiple of etp·ep·pp={self.etp * self.ep * self.pp}; "
+                "change parallel.ep, parallel.etp or parallel.world_size"
+            )
+        if self.world_size % self.nproc_per_node:
+            raise ValueError(
+                f"world_size={self.world_size} is not a multiple of nproc_per_node={self.nproc_per_node}"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """Adam with linear warm-up to ``lr`` and linear decay to ``lr * min_lr_ratio`` over the stage's steps."""
+
+    lr: float = Field(1e-6, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    decay: Literal["constant", "linear"] = "constant"
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)  # 0: no clipping
+
+
+class AlgorithmConfig(Section):
+    """SAO (arXiv 2607.07508). Where the paper is silent the default is this project's choice."""
+
+    eps_low: float = Field(0.3, gt=0)  # DIS accepts 1 - eps_low < rho < 1 + eps_high
+    eps_high: float = Field(5.0, gt=0)
+    gamma: float = Field(1.0, gt=0, le=1)
+    lambda_alpha: float = Field(1.5, gt=0)  # lambda_policy = 1 - 1 / (alpha * n)
+    critic_updates: PositiveInt = 2  # K
+    critic_trainable: list[str] = [r"\.mlp\.", r"^output_layer\."]  # regexes on Megatron names, RL stage only
+    value_clip: float | None = Field(None, gt=0)
+    value_head_bias: float = 0.0  # where V starts; the mean reward is a good guess
+    loss_denominator: Literal["action_tokens", "accepted_tokens", "trajectories"] = "action_tokens"
+    kl_coef: float = Field(0.0, ge=0)  # KL(pi_theta || rollout policy), estimated on the sampled tokens
+    entropy_coef: float = Field(0.0, ge=0)
+    truncation: Literal["terminal", "bootstrap"] = "terminal"
+    reset_policy_optimizer_on_sync: bool = False
+    permute_rewards: bool = False  # control experiment: rewards shuffled across the batch's trajectories
+
+
+class SFTConfig(Section):
+    """Supervised cold start on demonstrations. ``steps: 0`` skips the stage."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: PositiveInt = 64
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, weight_decay=0.01)
+    init: Literal["checkpoint", "random"] = "checkpoint"  # weights of model.path, or fresh ones from `seed`
+
+
+class ValueConfig(Section):
+    """Value pretraining on rollouts of the frozen policy; all critic parameters train."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: PositiveInt = 64
+    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
+
+
+class RLConfig(Section):
+    steps: int = Field(1000, ge=0)
+    batch_size: PositiveInt = 128  # trajectories
+    sync_interval: PositiveInt = 1  # policy steps between weight pushes
+    max_staleness: int = Field(1, ge=0)  # versions the oldest token of a trajectory may lag the policy
+    policy_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
+
+
+class DataConfig(Section):
+    """JSONL files. A task has ``prompt`` (text or chat messages), ``label``, optional ``id`` and free fields."""
+
+    train: Path
+    eval: Path | None = None
+    sft: Path | None = None  # {"prompt": text, "segments": [[text, trained], ...]} per line
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+
+    @model_validator(mode="after")
+    def _full_support(self) -> SamplingConfig:
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            raise ValueError(
+                f"top_p={self.top_p}, top_k={self.top_k}: the trainer evaluates log-probabilities over the full "
+                "vocabulary, so truncated sampling would bias the importance ratio; use top_p=1.0 and top_k=-1"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """Episodes: who plays them, how many at once, and their limits."""
+
+    environment: str  # import path "package.module:Class"
+    environment_args: dict[str, Any] = {}
+    reward: str | None = None  # import path "package.module:function"; overrides the environment's own reward
+    workers: PositiveInt = 1  # processes
+    concurrency: PositiveInt = 64  # episodes in flight per worker
+    max_turns: PositiveInt = 16
+    max_tokens: PositiveInt = 4096  # per trajectory, prompt and observations included
+    max_tokens_per_turn: PositiveInt = 1024
+    episode_timeout: float = Field(3600.0, gt=0)  # seconds
+    max_retries: int = Field(5, ge=0)  # generation attempts per turn when an engine fails
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class EngineConfig(Section):
+    """SGLang servers. ``sglang`` passes any of its flags through, e.g. ``{mem_fraction_static: 0.8}``."""
+
+    count: PositiveInt = 1
+    tp: PositiveInt = 1
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)  # 0: a free port per engine; else port, port + 1, …
+    max_restarts: int = Field(3, ge=0)
+    start_timeout: float = Field(600.0, gt=0)  # seconds until the server must answer
+    sglang: dict[str, Any] = {}
+
+
+class BufferConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    lease_seconds: float = Field(120.0, gt=0)
+    max_attempts: PositiveInt = 5  # leases of one visit before its task is set aside
+    max_body_bytes: PositiveInt = 256 * 2**20
+    max_stored_bytes: PositiveInt = 64 * 2**30
+
+
+class EvalConfig(Section):
+    """Held-out success at temperature 1 under one pinned weight version. ``every: 0``: only start and end."""
+
+    every: int = Field(0, ge=0)  # policy steps
+    prompts: PositiveInt = 512
+    mismatch_min_tokens: PositiveInt = 1000  # fewer same-version tokens than this fail the check
+    mismatch_limit: float | None = Field(None, gt=0)  # mean |log-prob difference| above it ends the run
+
+
+class CheckpointConfig(Section):
+    save_interval: PositiveInt = 50  # policy steps
+    keep: PositiveInt = 2
+
+
+class RunConfig(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = 0
+    deterministic: bool = True
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    parallel: ParallelConfig = ParallelConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    sft: SFTConfig = SFTConfig()
+    value: ValueConfig = ValueConfig()
+    rl: RLConfig = RLConfig()
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read, override and validate a run config.
+
+    Args:
+        path: YAML file.
+        overrides: ``"section.field=value"`` strings; values are YAML.
+
+    Raises:
+        ConfigError: unreadable file, malformed YAML, unknown key, wrong type, impossible combination.
+    """
+    try:
+        raw = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping of sections, not {type(raw).__name__}")
+    for override in overrides or []:
+        _apply_override(raw, override)
+    return parse_config(raw, str(path))
+
+
+def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
+    """Validate a plain mapping; see :func:`load_config` for the errors."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_sentence(problem)}" for problem in error.errors())) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved config as YAML that :func:`load_config` reads back to an equal object."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r}: expected section.field=value")
+    node = raw
+    *parents, leaf = key.strip().split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML: {error}") from error
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        known = _fields_at(problem["loc"][:-1])
+        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.0)
+        return f"unknown key {where!r}; the nearest known key is {near[0]!r}" if near else f"unknown key {where!r}"
+    if problem["type"] == "missing":
+        return f"{where!r} is required and missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if isinstance(problem["input"], dict):
+        return f"{where}: {message}"
+    return f"{where!r} = {problem['input']!r}: {message}"
+
+
+def _fields_at(location: tuple[str | int, ...]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        section = annotation
+    return list(section.model_fields)

@@ -1,0 +1,1 @@
+"""Trajectories, tasks and recorded batches: formats and validation. numpy only."""

@@ -1,0 +1,56 @@
+"""Which trajectories share a micro-batch, and on which data-parallel rank."""
+
+from __future__ import annotations
+
+import heapq
+
+
+def pack(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Spread trajectories over ranks and micro-batches of at most ``max_tokens``, balanced by tokens.
+
+    Every rank gets the same number of micro-batches, because the ranks' collectives have to match; where there is
+    nothing left to fill one, it is empty and the caller runs a dummy. The j-th micro-batches of all ranks are of
+    similar size, because expert parallelism makes the ranks wait for each other inside each of them.
+
+    Args:
+        lengths: tokens per trajectory, each >= 1.
+        num_ranks: data-parallel ranks.
+        max_tokens: bound on a micro-batch; a longer trajectory gets one of its own.
+
+    Returns:
+        ``plan[rank][micro_batch]``: ascending indices into ``lengths``; each index exactly once, at least one
+        micro-batch. A pure function of its arguments, so every rank computes the same plan.
+
+    Raises:
+        ValueError: a length, num_ranks or max_tokens below 1.
+    """
+    if num_ranks < 1 or max_tokens < 1 or min(lengths, default=1) < 1:
+        raise ValueError(
+            f"num_ranks={num_ranks}, max_tokens={max_tokens}, shortest trajectory {min(lengths, default=1)}: "
+            "all must be at least 1"
+        )
+    least_tokens = sum(min(length, max_tokens) for length in lengths)
+    num_bins = num_ranks * max(1, -(-least_tokens // (max_tokens * num_ranks)))
+    while (bins := _fill(lengths, num_bins, max_tokens)) is None:
+        num_bins += num_ranks
+
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    tokens = [0] * num_ranks
+    for start in range(0, num_bins, num_ranks):  # bins come largest first
+        least_loaded_first = sorted(range(num_ranks), key=lambda rank: (tokens[rank], rank))
+        for rank, (load, indices) in zip(least_loaded_first, bins[start : start + num_ranks], strict=True):
+            plan[rank].append(indices)
+            tokens[rank] += load
+    return plan
+
+
+def _fill(lengths: list[int], num_bins: int, max_tokens: int) -> list[tuple[int, list[int]]] | None:
+    """Longest trajectory first, each into the emptiest bin: ``(tokens, indices)`` per bin, fullest first; None if
+    one does not fit."""
+    heap: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_bins)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        load, number, indices = heap[0]
+        if indices and load + lengths[index] > max_tokens:
+            return None
+        heapq.heapreplace(heap, (load + lengths[index], number, [*indices, index]))
+    return [(load, sorted(indices)) for load, _, indices in sorted(heap, key=lambda bin: (-bin[0], bin[1]))]

@@ -1,0 +1,263 @@
+"""The trajectory: one episode as token ids, with what the trainer needs to learn from it.
+
+One wire format, versioned: a msgpack map whose arrays are raw little-endian bytes. Decoding is strict about
+names and types; :meth:`Trajectory.validate` is the door of the buffer and is strict about the content.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import msgpack
+import numpy as np
+
+SCHEMA = 1
+VERSION = re.compile(r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})")  # incarnation.n
+TURN_KINDS = ("prompt", "action", "observation")
+POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quantity
+
+_ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "id": (str,),
+    "run_id": (str,),
+    "task_id": (str,),
+    "epoch": (int,),
+    "attempt": (int,),
+    "kind": (str,),
+    "group": (str, type(None)),
+    "sampling": (dict,),
+    "support": (type(None),),  # reserved: the support of truncated sampling
+    "truncated": (bool,),
+    "failure": (str, type(None)),
+    "metrics": (dict,),
+    "created_at": (float,),
+}
+
+
+class TrajectoryError(ValueError):
+    """A malformed trajectory; the message starts with ``field[index]:``."""
+
+
+def parse_version(version: str) -> tuple[int, int]:
+    """``"incarnation.n"`` as two ints. Raises TrajectoryError."""
+    match = VERSION.fullmatch(version)
+    if match is None:
+        raise TrajectoryError(f"versions: {version!r} is not a weight version; expected 'incarnation.n' such as '1.20'")
+    return int(match[1]), int(match[2])
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One episode. Positions count tokens of the whole sequence; spans are half-open.
+
+    Args:
+        epoch, attempt: of the visit's lease it was played under.
+        kind: "train" or "eval".
+        group: of sampling groups (baselines), else None.
+        token_ids: int32 [L], prompt, actions and observations in order.
+        loss_mask: uint8 [L], 1 where the rollout engine sampled the token.
+        logprobs: float32 [L], behaviour log-probabilities (nats) where loss_mask is 1, else 0.
+        rewards: float32 [L], on action tokens only.
+        versions: (weight version "incarnation.n", start, end), covering the mask.
+        turns: ("prompt" | "action" | "observation", start, end).
+        sampling: temperature, top_p, top_k, ...
+        routed_experts: int32 of any shape, for routing replay, else None.
+        truncated: ended by a length or turn limit.
+        failure: the environment's own failure, else None; such an episode is excluded from training.
+        metrics: finite numbers to average.
+        created_at: Unix time, seconds.
+    """
+
+    id: str
+    run_id: str
+    task_id: str
+    epoch: int
+    attempt: int
+    kind: str
+    group: str | None
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    rewards: np.ndarray
+    versions: list[tuple[str, int, int]]
+    turns: list[tuple[str, int, int]]
+    sampling: dict[str, Any]
+    support: None
+    routed_experts: np.ndarray | None
+    truncated: bool
+    failure: str | None
+    metrics: dict[str, float]
+    created_at: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def total_reward(self) -> float:
+        return float(self.rewards.sum(dtype=np.float64))
+
+    @property
+    def action_versions(self) -> set[str]:
+        """The weight versions that action tokens were sampled under."""
+        return {version for version, start, end in self.versions if self.loss_mask[start:end].any()}
+
+    def validate(self, vocab_size: int, max_tokens: int) -> Trajectory:
+        """Check the content.
+
+        Returns:
+            The trajectory, with log-probabilities in (0, 1e-3] set to 0: a copy only if there were any.
+
+        Raises:
+            TrajectoryError: the first thing wrong, as ``field[index]: sentence``.
+        """
+        if self.kind not in ("train", "eval"):
+            raise TrajectoryError(f"kind: {self.kind!r} is neither 'train' nor 'eval'")
+        for name in ("id", "run_id", "task_id"):
+            if not getattr(self, name):
+                raise TrajectoryError(f"{name}: is empty")
+        for name in ("epoch", "attempt"):
+            if not 0 <= getattr(self, name) < 2**62:
+                raise TrajectoryError(f"{name}: {getattr(self, name)} is outside [0, 2^62)")
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                raise TrajectoryError(f"metrics[{name}]: {value} is not finite")
+        self._check_arrays(vocab_size, max_tokens)
+        for name in ("versions", "turns"):
+            self._check_spans(name)
+        self._check_cover()
+        positive = self.logprobs > 0
+        return replace(self, logprobs=np.where(positive, np.float32(0), self.logprobs)) if positive.any() else self
+
+    def _check_arrays(self, vocab_size: int, max_tokens: int) -> None:
+        length = self.num_tokens
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array.shape != (length,):
+                raise TrajectoryError(f"{name}: has shape {array.shape}, but token_ids has {length} tokens")
+        if length > max_tokens:
+            raise TrajectoryError(f"token_ids: {length} tokens exceed the limit of {max_tokens} (rollout.max_tokens)")
+        _refuse(
+            "token_ids", self.token_ids, (self.token_ids < 0) | (self.token_ids >= vocab_size),
+            f"is outside the vocabulary [0, {vocab_size})",
+        )
+        _refuse("loss_mask", self.loss_mask, self.loss_mask > 1, "is neither 0 nor 1")
+        off = self.loss_mask == 0
+        if length and not off[0]:
+            raise TrajectoryError("loss_mask[0]: is 1, but nothing precedes position 0, so it cannot have been sampled")
+        if off.all() and self.failure is None:
+            raise TrajectoryError("loss_mask: has no action token, and the trajectory is not marked as failed")
+        _refuse("logprobs", self.logprobs, np.isnan(self.logprobs), "is not a log-probability")
+        _refuse("logprobs", self.logprobs, self.logprobs > POSITIVE_LOGPROB_LIMIT, "is a log-probability above 0")
+        _refuse("logprobs", self.logprobs, off & (self.logprobs != 0), "is off the loss mask, where it must be 0")
+        _refuse("rewards", self.rewards, ~np.isfinite(self.rewards), "is not finite")
+        _refuse("rewards", self.rewards, off & (self.rewards != 0), "is off the loss mask, where it must be 0")
+
+    def _check_spans(self, name: str) -> None:
+        end_of_last = 0
+        for index, (label, start, end) in enumerate(getattr(self, name)):
+            if not end_of_last <= start < end <= self.num_tokens:
+                raise TrajectoryError(
+                    f"{name}[{index}]: [{start}, {end}) is empty, overlaps its predecessor's end {end_of_last} "
+                    f"or leaves [0, {self.num_tokens})"
+                )
+            if name == "turns" and label not in TURN_KINDS:
+                raise TrajectoryError(f"turns[{index}]: {label!r} is none of {', '.join(TURN_KINDS)}")
+            end_of_last = end
+
+    def _check_cover(self) -> None:
+        """Every action token has a version. Their order is free: failover and rollback are honest."""
+        covered = np.zeros(self.num_tokens, bool)
+        for index, (version, start, end) in enumerate(self.versions):
+            if VERSION.fullmatch(version) is None:
+                raise TrajectoryError(f"versions[{index}]: {version!r} is not 'incarnation.n' such as '1.20'")
+            covered[start:end] = True
+        _refuse("versions", self.token_ids, (self.loss_mask == 1) & ~covered, "was sampled under no recorded version")
+
+    def encode(self) -> bytes:
+        """The wire format. Raises TrajectoryError for an array of another dtype (never cast silently)."""
+        message: dict[str, Any] = {"schema": SCHEMA} | {name: getattr(self, name) for name in _SCALARS}
+        for name, dtype in _ARRAYS.items():
+            message[name] = _raw(name, getattr(self, name), dtype)
+        message["versions"] = [list(span) for span in self.versions]
+        message["turns"] = [list(span) for span in self.turns]
+        experts = self.routed_experts
+        message["routed_experts"] = (
+            None if experts is None else [list(experts.shape), _raw("routed_experts", experts, "<i4")]
+        )
+        return msgpack.packb(message)
+
+    @staticmethod
+    def decode(data: bytes) -> Trajectory:
+        """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
+        try:
+            message = msgpack.unpackb(data)
+        except (ValueError, msgpack.UnpackException) as error:
+            raise TrajectoryError(f"body: is not one msgpack message: {error or type(error).__name__}") from None
+        if not isinstance(message, dict) or message.get("schema") != SCHEMA:
+            found = message.get("schema") if isinstance(message, dict) else type(message).__name__
+            raise TrajectoryError(f"schema: found {found!r}; this reader knows {SCHEMA}")
+        expected = {field.name for field in fields(Trajectory)} | {"schema"}
+        if message.keys() != expected:
+            odd = sorted(map(str, message.keys() ^ expected))
+            raise TrajectoryError(f"{odd[0]}: is {'missing' if odd[0] in expected else 'not a field'}")
+        del message["schema"]
+        for name, types in _SCALARS.items():
+            if type(message[name]) not in types:
+                raise TrajectoryError(f"{name}: has type {type(message[name]).__name__}, expected {types[0].__name__}")
+        for name, value in message["metrics"].items():
+            if type(value) not in (int, float):
+                raise TrajectoryError(f"metrics[{name}]: has type {type(value).__name__}, expected a number")
+        for name, dtype in _ARRAYS.items():
+            message[name] = _array(name, message[name], dtype)
+        for name in ("versions", "turns"):
+            message[name] = _spans(name, message[name])
+        message["routed_experts"] = _experts(message["routed_experts"])
+        return Trajectory(**message)
+
+
+def _refuse(name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
+    if bad.any():
+        index = int(np.argmax(bad))
+        raise TrajectoryError(f"{name}[{index}]: {values[index]} {why}")
+
+
+def _raw(name: str, array: np.ndarray, dtype: str) -> bytes:
+    if array.dtype != np.dtype(dtype).newbyteorder("="):
+        raise TrajectoryError(f"{name}: has dtype {array.dtype}, expected {np.dtype(dtype).name}")
+    return np.ascontiguousarray(array, dtype).tobytes()
+
+
+def _array(name: str, raw: Any, dtype: str) -> np.ndarray:
+    itemsize = np.dtype(dtype).itemsize
+    if type(raw) is not bytes or len(raw) % itemsize:
+        raise TrajectoryError(f"{name}: expected raw bytes, a multiple of {itemsize}")
+    return np.frombuffer(raw, dtype).astype(np.dtype(dtype).newbyteorder("="))
+
+
+def _spans(name: str, raw: Any) -> list[tuple[str, int, int]]:
+    if type(raw) is not list:
+        raise TrajectoryError(f"{name}: expected a list of [text, start, end]")
+    for index, span in enumerate(raw):
+        if type(span) is not list or [type(part) for part in span] != [str, int, int]:
+            raise TrajectoryError(f"{name}[{index}]: expected [text, start, end]")
+    return [tuple(span) for span in raw]
+
+
+def _experts(raw: Any) -> np.ndarray | None:
+    if raw is None:
+        return None
+    if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not list:
+        raise TrajectoryError("routed_experts: expected null or [shape, bytes]")
+    flat = _array("routed_experts", raw[1], "<i4")
+    shape = raw[0]
+    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != flat.size:
+        raise TrajectoryError(f"routed_experts: shape {shape} does not hold {flat.size} values")
+    return flat.reshape(shape)

@@ -1,0 +1,239 @@
+"""``megatron-sao doctor``: whether this machine can run the system, as a table; exit code 1 when a needed part cannot.
+
+Every check is a function that returns (state, detail). "warn" is for what matters to some runs only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from megatron_sao.config import ConfigError, RunConfig, parse_config
+from megatron_sao.launch import local
+from megatron_sao.launch.process import SupervisedProcess
+
+Result = tuple[Literal["ok", "warn", "FAIL"], str]
+ROOT = Path(__file__).parents[1]
+SERVE_SECONDS = 240.0
+
+_ALL_REDUCE = """
+import sys, torch, torch.distributed as dist
+backend, rank, world, store = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+if backend == "nccl":
+    torch.cuda.set_device(rank)
+dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+value = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+dist.all_reduce(value)
+assert value.item() == world, value
+dist.destroy_process_group()
+"""
+
+
+def main(config: RunConfig | None = None, serve: bool = False) -> int:
+    """Print the table; returns 1 when something needed is broken.
+
+    Args:
+        config: also check this run's model directory, data files and ports.
+        serve: also start a real SGLang server on a tiny random model.
+    """
+    checks: list[tuple[str, Callable[[], Result]]] = [
+        ("python", check_python),
+        ("pinned versions", check_pins),
+        ("apex", check_apex),
+        ("memory", check_memory),
+        ("disk", check_disk),
+        ("loopback ports", check_loopback),
+        ("GPU", check_gpu),
+        ("gloo all-reduce", lambda: check_all_reduce("gloo", 2)),
+    ]
+    if gpus := len(local.visible_gpus()):
+        checks.append(("NCCL all-reduce", lambda: check_all_reduce("nccl", gpus)))
+    checks.append(("SGLang imports", check_sglang_imports))
+    if serve:
+        checks.append(("SGLang serves", check_sglang_serves))
+    if config is not None:
+        checks.append(("run config", lambda: check_config(config)))
+    broken = 0
+    for name, check in checks:
+        state, detail = check()
+        broken += state == "FAIL"
+        print(f"{state:5} {name:16} {detail}", flush=True)
+    return 1 if broken else 0
+
+
+def check_python() -> Result:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return ("ok" if sys.version_info[:2] in ((3, 12), (3, 13)) else "FAIL"), f"{version}; 3.12 and 3.13 are supported"
+
+
+def check_pins() -> Result:
+    """Installed versions against requirements.txt, or against the CPU set where there is no GPU."""
+    pins = ROOT / ("requirements.txt" if local.visible_gpus() else "tools/setup/requirements-cpu.txt")
+    if not pins.is_file():
+        return "warn", f"{pins} is not there (installed without the checkout), so there is nothing to compare with"
+    lines = [line for line in pins.read_text().splitlines() if line and not line.startswith("#")]
+    return compare_pins([Requirement(line) for line in lines])
+
+
+def compare_pins(pins: list[Requirement]) -> Result:
+    """FAIL when a package is missing or differs; transformer-engine may be missing."""
+    wrong = []
+    for pin in pins:
+        if pin.marker and not pin.marker.evaluate():
+            continue
+        try:
+            installed = importlib.metadata.version(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            if not pin.name.startswith("transformer-engine"):
+                wrong.append(f"{pin.name} is missing")
+            continue
+        if not pin.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{pin.name} is {installed}, pinned {pin.specifier}")
+    if wrong:
+        return "FAIL", f"{'; '.join(wrong[:8])}{' …' * (len(wrong) > 8)}; run `make setup`"
+    return "ok", f"all {len(pins)} pins"
+
+
+def check_apex() -> Result:
+    """NVIDIA's apex says so in its summary; the package of that name on the package index is something else."""
+    try:
+        found = importlib.metadata.distribution("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return "ok", "not installed (optional)"
+    if "nvidia" in (found.metadata["Summary"] or "").lower():
+        return "ok", f"NVIDIA's, version {found.version}"
+    return "FAIL", f"apex {found.version} is not NVIDIA's but an unrelated package; run `pip uninstall apex`"
+
+
+def check_memory() -> Result:
+    free = psutil.virtual_memory().available / 1e9
+    return ("ok" if free >= 8 else "warn"), f"{free:.1f} GB available; the CPU demo takes about 8 GB"
+
+
+def check_disk() -> Result:
+    free = shutil.disk_usage(Path.cwd()).free
+    return ("ok" if free >= local.MIN_FREE_BYTES else "FAIL"), f"{free / 1e9:.1f} GB free in {Path.cwd()}"
+
+
+def check_loopback() -> Result:
+    """A connection over 127.0.0.1, as between the processes of a run."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
+            return "ok", "127.0.0.1 accepts connections"
+    except OSError as error:
+        return "FAIL", f"no connection over 127.0.0.1: {error}"
+
+
+def check_gpu() -> Result:
+    import torch
+
+    devices = local.visible_gpus()
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return "ok", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
+    if devices:
+        return "FAIL", f"device files of {len(devices)} GPUs exist, but torch {torch.__version__} cannot use them"
+    return "ok", "none: everything runs on the CPU backend"
+
+
+def check_all_reduce(backend: str, ranks: int) -> Result:
+    """One all-reduce between ``ranks`` processes."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _ALL_REDUCE, backend]
+        tails = [str(ranks), f"{folder}/store"]
+        with (Path(folder) / "output").open("w+") as output:
+            processes = [
+                subprocess.Popen([*command, str(rank), *tails], stdout=output, stderr=output) for rank in range(ranks)
+            ]
+            try:
+                codes = [process.wait(120) for process in processes]
+            except subprocess.TimeoutExpired:
+                return "FAIL", f"{ranks} ranks did not finish within 120 s"
+            finally:
+                for process in processes:
+                    process.kill()
+            output.seek(0)
+            if any(codes):
+                return "FAIL", last_line(output.read())
+    return "ok", f"{ranks} ranks, {time.monotonic() - began:.1f} s with imports"
+
+
+def check_sglang_imports() -> Result:
+    """Whether the server's modules load, with what this machine needs for that on the path."""
+    from megatron_sao.rollout.sglang_backend import sglang_command
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, env = sglang_command(_tiny_config(Path(folder)), 1, Path(folder), "0.0")
+    command = [sys.executable, "-c", "import sglang.srt.entrypoints.http_server"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        return "FAIL", last_line(done.stderr)
+    return "ok", f"sglang {importlib.metadata.version('sglang')}"
+
+
+def check_sglang_serves() -> Result:
+    """Start the server that a run would start, on a random two-layer model, and let it generate a token."""
+    import asyncio
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        shape = LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        )
+        LlamaForCausalLM(shape).save_pretrained(folder)
+        config = _tiny_config(folder)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        os.environ.setdefault("MEGATRON_SAO_TOKEN", "doctor")
+        argv, env = sglang_command(config, port, folder, "0.0")
+        server = SupervisedProcess("sglang", argv, env, folder)
+        began = time.monotonic()
+        server.start()
+        try:
+            token = os.environ["MEGATRON_SAO_TOKEN"]
+            url = f"http://127.0.0.1:{port}"
+            asyncio.run(wait_until_serving(server, url, token, "0.0", SERVE_SECONDS))
+        except ServerFailed as error:
+            return "FAIL", str(error)
+        finally:
+            server.kill()
+    return "ok", f"generated a token {time.monotonic() - began:.0f} s after the start"
+
+
+def check_config(config: RunConfig) -> Result:
+    """What `megatron-sao run` checks before it starts anything."""
+    try:
+        local.check_inputs(config)
+        local.choose_ports(config)
+    except ConfigError as error:
+        return "FAIL", str(error)
+    return "ok", f"{config.name}: model directory, data files and ports"
+
+
+def _tiny_config(model: Path) -> RunConfig:
+    rollout = {"environment": "none:None", "concurrency": 1, "max_tokens": 64}
+    return parse_config({"name": "doctor", "model": {"path": model}, "data": {"train": model}, "rollout": rollout})
+
+
+def last_line(text: str) -> str:
+    """The last line with anything on it: where Python puts the error."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")

@@ -1,0 +1,167 @@
+"""Child processes that cannot outlive their parent, and that can be stopped within a bounded time.
+
+Three mechanisms together leave no process behind:
+
+* the kernel kills a child when its parent dies (``PR_SET_PDEATHSIG``), even when the parent is killed with -9;
+* every child leads a session of its own, so that one signal reaches what it started;
+* the launcher adopts orphaned descendants (``PR_SET_CHILD_SUBREAPER``), finds them and kills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process with SIGKILL when its parent dies; survives ``exec``.
+
+    The signal is sent when the parent's *thread* that forked this process ends, so parents fork from a thread that
+    lives as long as they do.
+
+    Args:
+        parent: the parent's process id where known; a parent that died before this call then ends the process too.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the new parent of every descendant whose own parent dies (instead of init)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_descendants(spare: set[int] = frozenset()) -> None:
+    """Kill and reap this process's children outside ``spare``, with all their descendants."""
+    for _ in range(5):  # what a killed process leaves behind becomes a child of this one, so look again
+        doomed = [child for child in psutil.Process().children() if child.pid not in spare]
+        if not doomed:
+            return
+        for child in doomed:
+            for process in (*_children(child), child):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        psutil.wait_procs(doomed, timeout=2)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+class SupervisedProcess:
+    """A command in a session of its own that writes to a log file and is restarted a bounded number of times.
+
+    Args:
+        name: what messages and the log file call it.
+        argv: the command.
+        env: its whole environment.
+        log_dir: gets ``<name>.log``, appended to by every start.
+        max_restarts: how often :meth:`restart` may be called.
+        epilogue: a regular expression; what the log holds from its match on is no part of the last words.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: list[str],
+        env: dict[str, str],
+        log_dir: Path,
+        max_restarts: int = 0,
+        epilogue: str | None = None,
+    ) -> None:
+        self.name = name
+        self.argv = argv
+        self.env = env
+        self.log = log_dir / f"{name}.log"
+        self.max_restarts = max_restarts
+        self.epilogue = epilogue
+        self.restarts = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where this start's output begins
+
+    def start(self) -> None:
+        """Start the command; call it from the main thread (see :func:`die_with_parent`)."""
+        launcher = os.getpid()
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                self.argv,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(launcher),
+            )
+
+    def restart(self) -> None:
+        """Start again after an exit. The caller checks ``restarts < max_restarts`` first."""
+        self.kill()
+        self.restarts += 1
+        self.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def exit_code(self) -> int | None:
+        """None while it runs (or was never started); negative is the number of the signal that ended it."""
+        return self._process.poll() if self._process else None
+
+    def terminate(self) -> None:
+        """Ask the command alone to stop: it knows in which order to stop what it started."""
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+
+    def wait(self, deadline: float) -> bool:
+        """Whether it has exited, waiting until ``deadline`` on ``time.monotonic``'s clock."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill the whole session's process group, also when its leader has exited already."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # the group is empty
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def last_words(self, lines: int = 20) -> str:
+        """The last non-empty lines this start wrote."""
+        with self.log.open("rb") as log:
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 20_000))
+            text = log.read().decode(errors="replace")
+        if self.epilogue and (match := re.search(self.epilogue, text, re.MULTILINE)) and match.start():
+            text = text[: match.start()]
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+
+    def describe_exit(self) -> str:
+        """``exit code 3`` or ``killed by SIGKILL``."""
+        code = self.exit_code()
+        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,143 @@
+"""How Megatron's parameters correspond to Hugging Face tensors, one entry per Megatron parameter.
+
+Names here are global: layer and expert indices count over the whole model, whatever pipeline stage or expert rank
+holds them. Each entry says how the full Megatron tensor is assembled from HF tensors (its ``kind``) and along which
+parallel dimension it is sharded. Every HF tensor belongs to exactly one entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sao.models.hf import HFModel
+
+Kind = Literal["replicated", "column", "row", "vocab", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter and the HF tensors it is made of.
+
+    Attributes:
+        name: global Megatron name, e.g. ``decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight``.
+        hf: HF tensor names, in the order in which ``kind`` takes them.
+        kind: ``replicated``; ``column`` (sharded along dim 0), ``row`` (dim 1), ``vocab`` (dim 0, padded);
+            ``qkv`` (q, k, v interleaved by query group, then along dim 0); ``gate_up`` (each shard is its own
+            slice of gate above its own slice of up).
+        expert: sharded over the expert-tensor-parallel group instead of the tensor-parallel one.
+    """
+
+    name: str
+    hf: tuple[str, ...]
+    kind: Kind
+    expert: bool = False
+
+
+def entries(model: HFModel, config: TransformerConfig, head: Literal["policy", "critic"] = "policy") -> list[Entry]:
+    """All entries of a model in layer order. A critic's value head has no HF tensor and therefore no entry."""
+    out = [Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")]
+    for layer in range(config.num_layers):
+        out += _attention(layer, config)
+        out += _moe(layer, config) if model.is_moe_layer(layer) else _mlp(layer)
+    out.append(Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"))
+    if head == "policy" and not model.tied:
+        out.append(Entry("output_layer.weight", ("lm_head.weight",), "vocab"))
+    return out
+
+
+def _attention(layer: int, config: TransformerConfig) -> Iterator[Entry]:
+    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    yield Entry(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",), "replicated")
+    for leaf in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+        qkv = tuple(f"{theirs}self_attn.{part}_proj.{leaf}" for part in "qkv")
+        yield Entry(f"{ours}self_attention.linear_qkv.{leaf}", qkv, "qkv")
+    if config.qk_layernorm:
+        for part in "qk":
+            name = f"{ours}self_attention.{part}_layernorm.weight"
+            yield Entry(name, (f"{theirs}self_attn.{part}_norm.weight",), "replicated")
+    yield Entry(ours + "self_attention.linear_proj.weight", (theirs + "self_attn.o_proj.weight",), "row")
+    yield Entry(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",), "replicated")
+
+
+def _gated(ours: str, theirs: str, expert: bool = False) -> Iterator[Entry]:
+    gate_up = (theirs + "gate_proj.weight", theirs + "up_proj.weight")
+    yield Entry(ours + "linear_fc1.weight", gate_up, "gate_up", expert)
+    yield Entry(ours + "linear_fc2.weight", (theirs + "down_proj.weight",), "row", expert)
+
+
+def _mlp(layer: int) -> Iterator[Entry]:
+    yield from _gated(f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp.")
+
+
+def _moe(layer: int, config: TransformerConfig) -> Iterator[Entry]:
+    ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
+    yield Entry(ours + "router.weight", (theirs + "gate.weight",), "replicated")
+    yield Entry(ours + "router.expert_bias", (theirs + "gate.e_score_correction_bias",), "replicated")
+    for expert in range(config.num_moe_experts):
+        yield from _gated(f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}.", expert=True)
+    if config.moe_shared_expert_intermediate_size:
+        yield from _gated(ours + "shared_experts.", theirs + "shared_experts.")
+
+
+# Transformer Engine keeps a norm inside the linear after it, and an expert's weights in one grouped module.
+_SPELLINGS = (
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$"), r"experts.local_experts.\2.\1.weight"),
+)
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=experts\.local_experts\.)\d+")
+
+
+def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
+    """The global name of a parameter that a rank calls ``local_name``, in the native layers' spelling."""
+    name = local_name
+    for pattern, spelling in _SPELLINGS:
+        name = pattern.sub(spelling, name)
+    name = _LAYER.sub(lambda m: str(int(m[0]) + layer_offset), name)
+    return _EXPERT.sub(lambda m: str(int(m[0]) + expert_offset), name)
+
+
+def shard(kind: Kind, tensors: list[torch.Tensor], config: TransformerConfig, rank: int, size: int) -> torch.Tensor:
+    """The slice of a Megatron parameter that rank ``rank`` of ``size`` holds, from its full HF tensors.
+
+    ``vocab`` tensors must have been padded by the caller so that ``size`` divides their rows.
+    """
+    if kind == "replicated":
+        return tensors[0]
+    if kind == "gate_up":
+        return torch.cat([t.chunk(size)[rank] for t in tensors])
+    full = _interleave_qkv(tensors, config) if kind == "qkv" else tensors[0]
+    return full.chunk(size, dim=1 if kind == "row" else 0)[rank]
+
+
+def unshard(kind: Kind, shards: list[torch.Tensor], config: TransformerConfig) -> list[torch.Tensor]:
+    """The full HF tensors from the shards of all tensor-parallel ranks, in rank order: the inverse of :func:`shard`."""
+    if kind == "replicated":
+        return [shards[0]]
+    if kind == "gate_up":
+        halves = [s.chunk(2) for s in shards]
+        return [torch.cat([h[i] for h in halves]) for i in range(2)]
+    full = torch.cat(shards, dim=1 if kind == "row" else 0)
+    return _separate_qkv(full, config) if kind == "qkv" else [full]
+
+
+def _interleave_qkv(tensors: list[torch.Tensor], config: TransformerConfig) -> torch.Tensor:
+    """q ``[heads·d, …]``, k and v ``[groups·d, …]`` → ``[groups·(heads/groups + 2)·d, …]``, as Megatron fuses them."""
+    groups, dim = config.num_query_groups, config.kv_channels
+    rest = tensors[0].shape[1:]
+    return torch.cat([t.reshape(groups, -1, dim, *rest) for t in tensors], dim=1).reshape(-1, *rest)
+
+
+def _separate_qkv(full: torch.Tensor, config: TransformerConfig) -> list[torch.Tensor]:
+    groups, dim = config.num_query_groups, config.kv_channels
+    rest = full.shape[1:]
+    sizes = [config.num_attention_heads // groups, 1, 1]
+    parts = full.reshape(groups, -1, dim, *rest).split(sizes, dim=1)
+    return [part.reshape(-1, *rest) for part in parts]

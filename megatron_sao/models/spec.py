@@ -1,0 +1,158 @@
+"""Layer specs: which module computes each part of a transformer layer.
+
+``native`` layers are Megatron's own parallel linears with torch's RMSNorm and scaled-dot-product attention; they run
+on any device. ``transformer_engine`` layers are Megatron's own spec, CUDA only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_sao.config import ConfigError
+
+# Keys of the Transformer Engine layers, whose linears own the norm before them: a checkpoint then loads into both.
+_FUSED_NORM_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def decoder_block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The specs of the layers that this pipeline stage builds.
+
+    Args:
+        config: the model's Megatron config.
+        layers: ``native`` or ``transformer_engine``.
+        vp_stage: index of the virtual pipeline stage, or None without interleaving.
+
+    Raises:
+        ConfigError: the native layers do not cover the model's attention.
+    """
+    if layers == "transformer_engine":
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.multi_latent_attention:
+        raise ConfigError("multi-latent attention has no native layers yet; use model.layers=transformer_engine")
+    provider = NativeSpecProvider()
+    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [_layer_spec(config, bool(is_moe), provider) for is_moe in pattern]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=specs[first : first + count], layer_norm=provider.layer_norm(rms_norm=True)
+    )
+
+
+class RMSNorm:
+    """torch's RMSNorm, its weight tagged so that Megatron reduces its gradient under sequence parallelism."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        norm.weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class PackedSDPA(MegatronModule):
+    """Causal attention over packed sequences with torch's scaled_dot_product_attention, one call per sequence.
+
+    Takes query ``[tokens, heads, dim]`` and key/value ``[tokens, kv_heads, dim]`` with ``cu_seqlens`` in
+    ``packed_seq_params`` and returns ``[tokens, heads * dim]``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ConfigError(
+                f"parallel.cp = {config.context_parallel_size}: native attention does not split a sequence over ranks; "
+                "use parallel.cp=1 or model.layers=transformer_engine"
+            )
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(t.transpose(0, 1).unsqueeze(0) for t in qkv),
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )[0].transpose(0, 1)
+            for qkv in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        ]
+        return torch.cat(outputs).flatten(1)
+
+
+class NativeSpecProvider(LocalSpecProvider):
+    """Megatron's local modules with the two parts that are ours."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return PackedSDPA
+
+
+def _layer_spec(config: TransformerConfig, is_moe: bool, provider: NativeSpecProvider) -> ModuleSpec:
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    keys = {"input_layernorm.": _FUSED_NORM_KEYS["input_layernorm."]} if is_moe else _FUSED_NORM_KEYS
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_mlp_module_spec_for_backend(
+                provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=False
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )

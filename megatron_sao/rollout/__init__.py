@@ -1,0 +1,1 @@
+"""Rollout: SGLang servers behind sidecars, and the workers that play episodes on them."""

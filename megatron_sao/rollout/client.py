@@ -1,0 +1,277 @@
+"""The client of SGLang's ``/generate``: token ids in, token ids with log-probabilities and versions out.
+
+What would kill a server or come back silently wrong is refused before it is sent. A failing, aborting or
+vanished engine costs a retry: the turn is sent again, with the tokens already sampled as its prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from megatron_sao.buffer.client import EngineInfo
+from megatron_sao.config import ConfigError, SamplingConfig
+
+log = logging.getLogger(__name__)
+
+# SGLang silently returns fewer tokens than asked for beyond context - 2, and refuses prompts beyond context - 7;
+# any prefix of a sequence may have to be sent again as a prompt.
+CONTEXT_MARGIN = 7
+REGISTRY_SECONDS = 1.0  # how long a list of engines is believed
+WAIT_SECONDS = 0.1  # between looks at the registry while no engine is clean (a push is under way)
+
+
+class RequestRefused(ValueError):
+    """A request that no engine may see; it would be refused, cut short, or kill the server."""
+
+
+class EngineError(RuntimeError):
+    """The engines failed a turn more often than ``rollout.max_retries`` allows."""
+
+
+class _AttemptFailed(Exception):
+    """One engine failed one request; ``counts`` is false when it never received it."""
+
+    def __init__(self, message: str, counts: bool = True) -> None:
+        super().__init__(message)
+        self.counts = counts
+
+
+class ModelLimits(NamedTuple):
+    """What a request must respect: token ids lie in [0, vocab_size), a sequence stays below context."""
+
+    vocab_size: int
+    context: int
+
+    @classmethod
+    def of(cls, model_path: Path, context_length: int | None = None) -> ModelLimits:
+        """Read from ``config.json``; ``context_length`` is SGLang's flag, which overrides the model's own.
+
+        Raises:
+            ConfigError: no such file, or a size missing from it.
+        """
+        path = Path(model_path) / "config.json"
+        try:
+            config = json.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"model.path = {str(model_path)!r}: cannot read {path}: {error.strerror}") from error
+        config = config.get("text_config", config)
+        try:
+            return cls(config["vocab_size"], context_length or config["max_position_embeddings"])
+        except KeyError as error:
+            raise ConfigError(f"{path} has no {error.args[0]!r}; this is not a causal language model") from error
+
+
+@dataclass
+class Generation:
+    """One turn as sampled. ``versions`` are half-open spans over ``token_ids``; log-probs are at the
+    sampling temperature, over the full vocabulary, under the weights of each token's own version."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    finish_reason: str = ""  # "stop" or "length"
+    engine: str = ""  # id of the engine that finished it
+    retries: int = 0
+
+    def append(self, part: Generation) -> None:
+        offset = len(self.token_ids)
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += [(version, start + offset, end + offset) for version, start, end in part.versions]
+        self.finish_reason, self.engine = part.finish_reason, part.engine
+
+
+class EngineClient:
+    """Generates on whichever engine is clean; an async context manager, one per process.
+
+    Args:
+        limits: vocabulary and context of the served model.
+        token: bearer token of the servers.
+        list_engines: the registry, e.g. ``AsyncBufferClient.engines``.
+        max_retries: failed attempts one turn may cost. Waiting for a clean engine is not an attempt, and
+            neither is one that could not even be reached: the episode's timeout bounds those.
+    """
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        token: str,
+        list_engines: Callable[[], Awaitable[Sequence[EngineInfo]]],
+        max_retries: int = 5,
+    ) -> None:
+        self.limits = limits
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._list_engines = list_engines
+        self._max_retries = max_retries
+        self._clean: list[EngineInfo] = []
+        self._listed_at = -math.inf
+        self._listing = asyncio.Lock()
+        self._in_flight: Counter[str] = Counter()
+        self._warned_at: dict[str, float] = {}
+
+    async def __aenter__(self) -> EngineClient:
+        # No total timeout: a paused engine holds a request for as long as a push takes, and a hung one is
+        # killed by its sidecar, which ends the connection.
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        prefer: str | None = None,
+    ) -> Generation:
+        """Sample up to ``max_new_tokens`` after ``input_ids``; a stop token ends the turn and is part of it.
+
+        Args:
+            prefer: id of the engine that has this episode's prefix in its cache.
+
+        Raises:
+            RequestRefused: by the guards here, before sending, or by the engine (HTTP 400).
+            EngineError: more than ``max_retries`` attempts failed.
+        """
+        self._guard(input_ids, max_new_tokens, stop_token_ids)
+        done = Generation()
+        avoid: str | None = None
+        while True:
+            engine = await self._pick(prefer, avoid)
+            parameters = _sampling_params(sampling, max_new_tokens - len(done.token_ids), stop_token_ids)
+            try:
+                done.append(await self._request(engine, [*input_ids, *done.token_ids], parameters))
+                if done.finish_reason != "abort":
+                    return done
+                if len(done.token_ids) == max_new_tokens:
+                    done.finish_reason = "length"
+                    return done
+                raise _AttemptFailed(f"aborted the request after {len(done.token_ids)} tokens")
+            except _AttemptFailed as error:
+                self._warn(engine, error)
+                done.retries += error.counts
+                if done.retries > self._max_retries:
+                    raise EngineError(
+                        f"a turn failed {done.retries} times (rollout.max_retries = {self._max_retries}); "
+                        f"last: engine {engine.id} at {engine.url} {error}"
+                    ) from error
+            avoid = engine.id
+            self._listed_at = -math.inf
+            await asyncio.sleep(min(0.25 * 2**done.retries, 8.0))
+
+    def _warn(self, engine: EngineInfo, error: _AttemptFailed) -> None:
+        """At most one line per engine in five seconds: every episode in flight meets the same outage."""
+        now = time.monotonic()
+        if now - self._warned_at.get(engine.id, -math.inf) > 5.0:
+            self._warned_at[engine.id] = now
+            log.warning("engine %s at %s %s; its turns are sent again", engine.id, engine.url, error)
+
+    def _guard(self, input_ids: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int]) -> None:
+        vocab_size, context = self.limits
+        if not input_ids:
+            raise RequestRefused("input_ids is empty: the prompt encodes to nothing, which kills the server")
+        for name, ids in (("input_ids", input_ids), ("stop_token_ids", stop_token_ids)):
+            if min(ids, default=0) < 0 or max(ids, default=0) >= vocab_size:
+                index = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+                raise RequestRefused(
+                    f"{name}[{index}] = {ids[index]} is outside the vocabulary [0, {vocab_size}), which kills the "
+                    "server; encode with the tokenizer of model.path"
+                )
+        if max_new_tokens < 1:
+            raise RequestRefused(f"max_new_tokens = {max_new_tokens}: at least one token must be asked for")
+        if len(input_ids) + max_new_tokens > context - CONTEXT_MARGIN:
+            raise RequestRefused(
+                f"{len(input_ids)} prompt tokens + max_new_tokens = {max_new_tokens} exceed the context of {context} "
+                f"less {CONTEXT_MARGIN}; lower rollout.max_tokens"
+            )
+
+    async def _pick(self, prefer: str | None, avoid: str | None) -> EngineInfo:
+        """The preferred engine, else the least busy one; waits while none is clean."""
+        while not (clean := await self._clean_engines()):
+            await asyncio.sleep(WAIT_SECONDS)
+        candidates = [engine for engine in clean if engine.id != avoid] or clean
+        for engine in candidates:
+            if engine.id == prefer:
+                return engine
+        return min(candidates, key=lambda engine: self._in_flight[engine.id])
+
+    async def _clean_engines(self) -> list[EngineInfo]:
+        async with self._listing:
+            now = time.monotonic()
+            if now - self._listed_at > (REGISTRY_SECONDS if self._clean else WAIT_SECONDS / 2):
+                self._clean = [engine for engine in await self._list_engines() if engine.state == "clean"]
+                self._listed_at = now
+            return self._clean
+
+    async def _request(self, engine: EngineInfo, input_ids: list[int], parameters: dict[str, Any]) -> Generation:
+        body = {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
+        self._in_flight[engine.id] += 1
+        try:
+            async with self._http.post(f"{engine.url}/generate", json=body) as response:
+                if response.status == 400:
+                    raise RequestRefused(f"engine {engine.id} refused a request: {(await response.text())[:500]}")
+                if response.status != 200:
+                    raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
+                return _parse(await response.json(), engine.id)
+        except aiohttp.ClientConnectorError as error:
+            raise _AttemptFailed(f"cannot be reached: {error}", counts=False) from error
+        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+            raise _AttemptFailed(f"broke off: {type(error).__name__}: {error}") from error
+        finally:
+            self._in_flight[engine.id] -= 1
+
+
+def _sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Every field that shapes the distribution is stated, so that no generation_config.json can change it."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "max_new_tokens": max_new_tokens,
+        "stop_token_ids": list(stop_token_ids),
+    }
+
+
+def _parse(answer: dict[str, Any], engine: str) -> Generation:
+    """An answer of ``/generate`` whose parts agree with each other, or _AttemptFailed."""
+    meta = answer["meta_info"]
+    token_ids = answer["output_ids"]
+    logprobs = meta.get("output_token_logprobs") or []
+    spans = [(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or []]
+    reason = meta["finish_reason"]["type"]
+    if [entry[1] for entry in logprobs] != token_ids:
+        raise _AttemptFailed(f"answered {len(token_ids)} tokens but {len(logprobs)} log-probabilities of others")
+    if not token_ids:
+        if reason != "abort":
+            raise _AttemptFailed(f"answered no tokens (finish_reason {reason!r})")
+        return Generation(finish_reason=reason, engine=engine)
+    edges = [0, *(end for _, _, end in spans)]
+    if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != len(token_ids):
+        raise _AttemptFailed(f"answered weight_versions {spans} that do not cover {len(token_ids)} tokens")
+    # JSON has no infinity: SGLang writes a log-probability of -inf as null.
+    values = [-math.inf if entry[0] is None else float(entry[0]) for entry in logprobs]
+    return Generation(token_ids, values, spans, reason, engine)

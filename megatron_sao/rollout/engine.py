@@ -1,0 +1,124 @@
+"""The sidecar of one SGLang server: starts it, registers it with the buffer, restarts it a bounded number of times.
+
+A registered engine is "dirty" until the trainer has pushed current weights into it, so a restarted server never
+answers workers with the weights it was started from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+
+from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable
+from megatron_sao.config import ConfigError, RunConfig
+from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
+
+log = logging.getLogger(__name__)
+
+INITIAL_VERSION = "0.0"  # the weights of model.path, before any push
+HEARTBEAT_SECONDS = 3.0  # the registry calls an engine down after 15 without one
+WATCH_SECONDS = 0.2
+
+
+def main(config: RunConfig, run_dir: Path, index: int, port: int) -> int:
+    """Run sidecar ``index`` until SIGTERM. Returns the exit code; its last log lines say why it is not 0."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        asyncio.run(until_signalled(Sidecar(config, run_dir, index, port).run()))
+    except (ConfigError, ServerFailed, BufferError, BufferUnavailable) as error:
+        log.error("engine %d gives up: %s", index, error)
+        return 1
+    return 0
+
+
+class Sidecar:
+    """One server and its entry ``engine-<index>`` in the registry. ``port`` 0: a free one at every start."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, index: int, port: int) -> None:
+        self.id = f"engine-{index}"
+        self._config = config
+        self._log_dir = run_dir / "logs"
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._index = index
+        self._port = port
+        self._token = os.environ["MEGATRON_SAO_TOKEN"]
+        self._buffer = AsyncBufferClient(os.environ["MEGATRON_SAO_BUFFER"], self._token)
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            ServerFailed: the server died more than ``engine.max_restarts`` times; ends with its last log lines.
+            BufferUnavailable: the buffer stayed away.
+        """
+        restarts = 0
+        try:
+            while True:
+                try:
+                    await self._serve_once()
+                except ServerFailed as error:
+                    if restarts == self._config.engine.max_restarts:
+                        raise ServerFailed(f"engine.max_restarts = {restarts} restarts are used up. {error}") from error
+                    restarts += 1
+                    log.error("%s restarts its server (%d): %s", self.id, restarts, error)
+        finally:
+            await self._buffer.close()
+
+    async def _serve_once(self) -> None:
+        """Start the server and keep it registered; raises ServerFailed when it ends."""
+        engine = self._config.engine
+        port = self._port or free_port(engine.host)
+        url = f"http://{engine.host}:{port}"
+        argv, env = sglang_command(self._config, port, self._config.model.path, INITIAL_VERSION)
+        server = SupervisedProcess(f"sglang-{self._index}", argv, env, self._log_dir)
+        server.start()
+        try:
+            await wait_until_serving(server, url, self._token, INITIAL_VERSION, engine.start_timeout)
+            await self._buffer.register_engine(self.id, url, engine.tp)
+            log.info("%s serves at %s and waits for the trainer's weights", self.id, url)
+            heartbeats = asyncio.create_task(self._send_heartbeats(url))
+            try:
+                while server.exit_code() is None:
+                    if heartbeats.done():
+                        heartbeats.result()  # raises: the buffer stayed away
+                    await asyncio.sleep(WATCH_SECONDS)
+            finally:
+                heartbeats.cancel()
+            raise ServerFailed(f"SGLang ended ({server.describe_exit()}); its last lines:\n{server.last_words()}")
+        finally:
+            server.kill()
+
+    async def _send_heartbeats(self, url: str) -> None:
+        while True:
+            try:
+                await self._buffer.heartbeat_engine(self.id)
+            except BufferError as error:
+                if error.status != 404:
+                    raise
+                await self._buffer.register_engine(self.id, url, self._config.engine.tp)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+async def until_signalled(work: asyncio.Future[None]) -> None:
+    """Await ``work``; SIGTERM and SIGINT cancel it and are a normal end."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        log.info("stopped by a signal")

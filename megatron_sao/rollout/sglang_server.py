@@ -1,0 +1,31 @@
+"""``python -m megatron_sao.rollout.sglang_server FLAGS``: SGLang's server, its keys taken from the environment.
+
+Every user of a machine can read the command lines on it, so MEGATRON_SAO_TOKEN stays out of them.
+"""
+
+import os
+import sys
+
+from megatron_sao.launch.process import die_with_parent
+
+
+def main() -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    token = os.environ["MEGATRON_SAO_TOKEN"]
+    load_plugins()
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], "--api-key", token, "--admin-api-key", token]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":
+    # The scheduler and detokenizer processes import this module first. SGLang ties them to their parent too, but
+    # only after half a minute of imports; a server killed before that would leave them behind for ever.
+    die_with_parent()

@@ -1,0 +1,191 @@
+"""Checkpoints: everything a stage needs to go on, in Megatron's distributed format, complete or absent.
+
+A checkpoint is named by the position from which training resumes, ``<stage>-<step>``. It appears under a temporary
+name and is renamed when every rank has written it; ``latest`` names the newest complete one. Sampling orders and
+permutations are functions of (seed, stage, step), so no random state needs to be stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_sao.trainer.trainable import Trainable
+
+STAGES = ("sft", "value", "rl")
+_NAME = re.compile(r"^(sft|value|rl)-(\d+)$")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the message says which one and why."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where training stands: ``step`` is the next step of ``stage``."""
+
+    stage_index: int
+    step: int
+
+    @classmethod
+    def of(cls, stage: str, step: int) -> Position:
+        return cls(STAGES.index(stage), step)
+
+    @property
+    def stage(self) -> str:
+        return STAGES[self.stage_index]
+
+    def __str__(self) -> str:
+        return f"{self.stage}-{self.step}"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Names of the models and of the optimizers that a checkpoint holds; between stages it holds no optimizer."""
+
+    models: list[str]
+    optimizers: list[str]
+
+
+class Checkpoints:
+    """The checkpoints of one run. ``save`` and ``load`` are collective.
+
+    Args:
+        directory: where they live.
+        model_config: the HF ``config.json``; a checkpoint of another model is refused.
+        keep: how many complete ones to retain.
+    """
+
+    def __init__(self, directory: Path, model_config: dict[str, Any], keep: int) -> None:
+        self._directory, self._keep = directory, keep
+        self._fingerprint = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+
+    def latest(self) -> Position | None:
+        """The newest complete checkpoint, or None. Raises CheckpointError where it belongs to another model."""
+        pointer = self._directory / "latest"
+        if not pointer.exists():
+            return None
+        name = pointer.read_text().strip()
+        match = _NAME.match(name)
+        try:
+            meta = json.loads((self._directory / name / "meta.json").read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{pointer} names {name!r}, which is no complete checkpoint ({error})") from error
+        if match is None or meta["config"] != self._fingerprint:
+            raise CheckpointError(
+                f"the checkpoint {self._directory / name} was made from another config.json; "
+                "use another run directory, or the model it was made from"
+            )
+        return Position.of(match[1], int(match[2]))
+
+    def oldest(self) -> Position:
+        """The oldest retained checkpoint: the buffer must keep every batch from there on."""
+        return min(self._complete())
+
+    def save(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
+        """Write the weights of ``models`` and the optimizers of ``trained`` (of the same names)."""
+        final = self._directory / str(position)
+        temporary = self._directory / f"{position}.tmp"
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(_sharded_state(models, trained, loading=False), str(temporary))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            meta = {"config": self._fingerprint, "models": sorted(models), "optimizers": sorted(trained)}
+            (temporary / "meta.json").write_text(json.dumps(meta))
+            _sync(temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            self._point_to(position)
+            for old in sorted(self._complete())[: -self._keep]:
+                shutil.rmtree(self._directory / str(old))
+        dist.barrier()
+
+    def load(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
+        """Fill ``models`` and ``trained``, strictly: what the checkpoint lacks is an error."""
+        path = self._directory / str(position)
+        state = _sharded_state(models, trained, loading=True)
+        try:
+            loaded = dist_checkpointing.load(state, str(path))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(f"cannot load the checkpoint {path}: {error}") from error
+        for name, chunks in models.items():
+            for index, chunk in enumerate(chunks):
+                prefix = f"{name}."
+                weights = {k.removeprefix(prefix): v for k, v in loaded[f"{name}/{index}"].items()}
+                chunk.load_state_dict(weights)
+        for name, trainable in trained.items():
+            trainable.optimizer.load_state_dict(loaded[f"{name}/optimizer"])
+            trainable.scheduler.load_state_dict(loaded[f"{name}/scheduler"])
+
+    def contents(self, position: Position) -> Contents:
+        meta = json.loads((self._directory / str(position) / "meta.json").read_text())
+        return Contents(meta["models"], meta["optimizers"])
+
+    def _complete(self) -> list[Position]:
+        names = (p.parent.name for p in self._directory.glob("*/meta.json"))
+        return [Position.of(m[1], int(m[2])) for m in map(_NAME.match, names) if m]
+
+    def _point_to(self, position: Position) -> None:
+        temporary = self._directory / "latest.tmp"
+        temporary.write_text(f"{position}\n")
+        with temporary.open() as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, self._directory / "latest")
+        _sync_directory(self._directory)
+
+
+def _sharded_state(
+    models: dict[str, list[GPTModel]], trained: dict[str, Trainable], loading: bool
+) -> dict[str, Any]:
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        # survives a change of TP, PP and DP
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {}
+    for name, chunks in models.items():
+        for index, chunk in enumerate(chunks):
+            state[f"{name}/{index}"] = chunk.sharded_state_dict(prefix=f"{name}.", metadata=metadata)
+    for name, trainable in trained.items():
+        weights = {key: value for key, value in state.items() if key.startswith(f"{name}/")}
+        if len(weights) == 1:
+            weights = {"model": state[f"{name}/0"]}
+        else:
+            weights = {f"model{index}": state[f"{name}/{index}"] for index in range(len(weights))}
+        state[f"{name}/optimizer"] = trainable.optimizer.sharded_state_dict(
+            weights, is_loading=loading, metadata=metadata
+        )
+        state[f"{name}/scheduler"] = trainable.scheduler.state_dict()
+    return state
+
+
+def _sync(directory: Path) -> None:
+    """Force every file below ``directory`` to disk, so that a rename never precedes its content."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

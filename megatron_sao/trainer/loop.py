@@ -1,0 +1,177 @@
+"""The training loop: SFT cold start, value pretraining, and SAO. The spine of the project; start reading here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from megatron_sao.config import RunConfig
+from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.models.hf import HFModel
+from megatron_sao.trainer.checkpoint import Checkpoints, Position
+from megatron_sao.trainer.critic import Critic, fill_advantages
+from megatron_sao.trainer.evaluation import evaluate
+from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.metrics import MetricsWriter, Stopwatch
+from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
+from megatron_sao.trainer.policy import Policy
+from megatron_sao.trainer.rollout_metrics import rollout_metrics
+from megatron_sao.trainer.source import BatchSource, Demonstrations, LiveSource, permute_rewards
+from megatron_sao.trainer.trainable import Trainable
+from megatron_sao.trainer.world import World
+from megatron_sao.weights.export import HFExporter, save_hf
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Stage:
+    """What all stages need. ``source`` and ``fleet`` are None where the stage has no use for them."""
+
+    config: RunConfig
+    model: HFModel
+    world: World
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    exporter: HFExporter
+    run_dir: Path
+    policy: Policy
+    critic: Critic | None = None
+    source: BatchSource | None = None
+    fleet: EngineFleet | None = None
+
+    def microbatches(self, trajectories: list[Trajectory]) -> list[MicroBatch]:
+        return build_microbatches(
+            trajectories,
+            self.world.data_rank,
+            self.world.data_size,
+            self.config.parallel.max_tokens_per_microbatch,
+            self.world.sequence_multiple,
+            self.world.device,
+        )
+
+    def save(self, stage: str, step: int) -> None:
+        """Checkpoint what trains, then let the buffer forget what no retained checkpoint needs."""
+        models = {"policy": self.policy.trainable.chunks}
+        trained = {} if stage == "value" else {"policy": self.policy.trainable}
+        if self.critic is not None:
+            models["critic"] = self.critic.trainable.chunks
+            trained["critic"] = self.critic.trainable
+        self._save(Position.of(stage, step), models, trained)
+
+    def save_for_next_stage(self, stage: str) -> None:
+        """Checkpoint the weights alone: each stage has optimizers of its own."""
+        models = {"policy": self.policy.trainable.chunks}
+        if self.critic is not None:
+            models["critic"] = self.critic.trainable.chunks
+        self._save(Position.of(stage, 0), models, {})
+
+    def _save(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
+        self.checkpoints.save(position, models, trained)
+        if self.source is not None:
+            oldest = self.checkpoints.oldest()
+            self.source.commit(oldest.stage, oldest.step)
+
+
+def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> None:
+    """Supervised cold start."""
+    settings = stage.config.sft
+    for step in range(first_step, settings.steps):
+        watch = Stopwatch()
+        batch = stage.microbatches(demonstrations.batch(step, settings.batch_size))
+        metrics = stage.policy.sft_step(batch)
+        watch.lap("policy")
+        stage.metrics.write("sft", step, metrics | watch.metrics() | {"progress/steps": settings.steps})
+        if (step + 1) % stage.config.checkpoint.save_interval == 0 and step + 1 < settings.steps:
+            stage.save("sft", step + 1)
+    stage.save_for_next_stage("value")
+
+
+def run_value(stage: Stage, steps: int, first_step: int) -> None:
+    """Value pretraining: the critic learns on rollouts of the frozen policy, version 0."""
+    config, settings = stage.config, stage.config.value
+    for step in range(first_step, steps):
+        watch = Stopwatch()
+        trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
+        watch.lap("wait")
+        batch = stage.microbatches(trajectories)
+        stage.critic.fill_values(batch)
+        fill_advantages(batch, config.algorithm)
+        watch.lap("values")
+        metrics = stage.critic.explained_variance(batch) | stage.critic.step(batch, config.algorithm)
+        watch.lap("critic")
+        metrics |= rollout_metrics(trajectories, 0, watch.total)
+        stage.metrics.write("value", step, metrics | watch.metrics() | {"progress/steps": steps})
+        if (step + 1) % config.checkpoint.save_interval == 0 and step + 1 < steps:
+            stage.save("value", step + 1)
+    stage.save_for_next_stage("rl")
+    if stage.fleet is not None:
+        stage.fleet.close()
+
+
+def run_rl(stage: Stage, steps: int, first_step: int) -> None:
+    """SAO. Step n trains weight version n and makes n + 1."""
+    config, settings = stage.config, stage.config.rl
+    if first_step == 0:
+        evaluate_if_live(stage, 0)
+    for step in range(first_step, steps):
+        watch = Stopwatch()
+        trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
+        watch.lap("wait")
+        metrics = sao_step(stage, step, trajectories, watch)
+        evaluation_due = config.eval.every > 0 and (step + 1) % config.eval.every == 0
+        last = step + 1 == steps
+        if stage.fleet is not None and ((step + 1) % settings.sync_interval == 0 or evaluation_due or last):
+            stage.fleet.publish(step + 1)
+            if config.algorithm.reset_policy_optimizer_on_sync:
+                stage.policy.trainable.reset_optimizer()
+            watch.lap("push")
+        metrics |= rollout_metrics(trajectories, step, watch.total)
+        stage.metrics.write("rl", step, metrics | watch.metrics() | {"progress/steps": steps})
+        if evaluation_due or last:
+            evaluate_if_live(stage, step + 1)
+        if last:
+            save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
+        if (step + 1) % config.checkpoint.save_interval == 0 or last:
+            stage.save("rl", step + 1)
+    if stage.fleet is not None:
+        stage.fleet.close()
+
+
+def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Stopwatch) -> dict[str, float]:
+    """Critic forward, advantages and targets from those values, K critic steps, one policy step (SAO.md §4)."""
+    algorithm = stage.config.algorithm
+    if algorithm.permute_rewards:
+        trajectories = permute_rewards(trajectories, seed=stage.config.seed * 1_000_003 + step)
+    batch = stage.microbatches(trajectories)
+    if sum(t.num_action_tokens for t in trajectories) == 0:
+        # A zero gradient would still move Adam's weights.
+        log.warning("step %d: the batch holds no action token; no optimizer step is taken", step)
+        return {"train/skipped_steps": 1.0}
+    stage.critic.fill_values(batch)
+    fill_advantages(batch, algorithm)
+    metrics = stage.critic.explained_variance(batch)
+    watch.lap("values")
+    for update in range(algorithm.critic_updates):
+        update_metrics = stage.critic.step(batch, algorithm)
+        if update == 0:
+            metrics |= update_metrics
+    watch.lap("critic")
+    metrics |= stage.policy.step(batch, algorithm)
+    watch.lap("policy")
+    return metrics
+
+
+def evaluate_if_live(stage: Stage, step: int) -> None:
+    """Held-out success under the version just published; recorded batches have nobody to play them."""
+    if not isinstance(stage.source, LiveSource) or stage.config.data.eval is None:
+        return
+    watch = Stopwatch()
+    trajectories = stage.source.evaluate("rl", step, stage.config.eval.prompts)
+    watch.lap("eval")
+    metrics = evaluate(trajectories, stage.microbatches(trajectories), stage.policy, stage.fleet.version, stage.config)
+    watch.lap("mismatch")
+    stage.metrics.write("rl", step, metrics | watch.metrics() | stage.source.counters())

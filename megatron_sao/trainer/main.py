@@ -1,0 +1,189 @@
+"""``megatron-sao train``: build what a stage needs, run it, go on to the next from its checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from pathlib import Path
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoTokenizer
+
+from megatron_sao.buffer.client import BufferClient
+from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
+from megatron_sao.distributed import broadcast_json
+from megatron_sao.launch.process import die_with_parent
+from megatron_sao.models.backend import Backend
+from megatron_sao.models.build import build_critic, build_policy, copy_backbone
+from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position
+from megatron_sao.trainer.critic import Critic, freeze_critic
+from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.loop import Stage, run_rl, run_sft, run_value
+from megatron_sao.trainer.metrics import MetricsWriter
+from megatron_sao.trainer.policy import Policy
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from megatron_sao.trainer.source import Demonstrations, LiveSource, RecordedSource
+from megatron_sao.trainer.trainable import Trainable
+from megatron_sao.trainer.world import World
+from megatron_sao.weights.export import HFExporter
+from megatron_sao.weights.load import load_hf_weights
+
+log = logging.getLogger(__name__)
+
+
+def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
+    """Train from the newest checkpoint of ``run_dir``, or from ``model.path``, to the end of the RL stage.
+
+    Args:
+        batches_dir: recorded batches to train on instead of the buffer's; needs no other process.
+    """
+    die_with_parent()
+    backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
+    try:
+        Run(config, run_dir, batches_dir, backend).run()
+    finally:
+        stop_runtime()
+
+
+class Run:
+    """One trainer process, from the newest checkpoint to the end of the RL stage."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, batches_dir: Path | None, backend: Backend) -> None:
+        self.config, self.run_dir, self.backend = config, run_dir, backend
+        self.model = read_hf_model(config.model.path)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.world = World.current(backend.device, config.parallel)
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
+        self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
+        self.recorded = None if batches_dir is None else RecordedSource(batches_dir)
+        self.client = None if self.recorded else _buffer_client()
+        self.incarnation: int | None = None
+
+    def run(self) -> None:
+        start = self.checkpoints.latest() or Position.of("sft", 0)
+        log.info("training starts at %s", start)
+        for name in STAGES[start.stage_index :]:
+            first_step = start.step if name == start.stage else 0
+            if first_step < self._steps(name):
+                self._run_stage(name, first_step)
+            gc.collect()  # the next stage is built afresh, from the checkpoint
+        self.metrics.close()
+
+    def _steps(self, name: str) -> int:
+        steps = getattr(self.config, name).steps
+        return min(steps, self.recorded.steps(name)) if self.recorded and name != "sft" else steps
+
+    def _run_stage(self, name: str, first_step: int) -> None:
+        if name == "sft":
+            run_sft(self._sft_stage(first_step), self._demonstrations(), first_step)
+        elif name == "value":
+            run_value(self._value_stage(first_step), self._steps("value"), first_step)
+        else:
+            run_rl(self._rl_stage(first_step), self._steps("rl"), first_step)
+
+    def _sft_stage(self, step: int) -> Stage:
+        policy, config = self._chunks("policy")
+        trained = self._trainable(policy, config, self.config.sft.optimizer, self.config.sft.steps)
+        self._restore(Position.of("sft", step), {"policy": policy}, {"policy": trained})
+        return self._stage(Policy(trained, self.model.vocab_size, temperature=1.0))
+
+    def _value_stage(self, step: int) -> Stage:
+        policy, policy_config = self._chunks("policy")
+        critic, critic_config = self._chunks("critic")
+        settings = self.config.value
+        evaluated = self._trainable(policy, policy_config, self.config.rl.policy_optimizer, 1)
+        trained = self._trainable(critic, critic_config, settings.optimizer, settings.steps)
+        self._restore(Position.of("value", step), {"policy": policy, "critic": critic}, {"critic": trained})
+        return self._stage(self._policy(evaluated), Critic(trained), policy_version=0)
+
+    def _rl_stage(self, step: int) -> Stage:
+        policy, policy_config = self._chunks("policy")
+        critic, critic_config = self._chunks("critic")
+        freeze_critic(critic, self.config.algorithm.critic_trainable)
+        settings = self.config.rl
+        trained = {
+            "policy": self._trainable(policy, policy_config, settings.policy_optimizer, settings.steps),
+            "critic": self._trainable(
+                critic, critic_config, settings.critic_optimizer, settings.steps * self.config.algorithm.critic_updates
+            ),
+        }
+        self._restore(Position.of("rl", step), {"policy": policy, "critic": critic}, trained)
+        return self._stage(self._policy(trained["policy"]), Critic(trained["critic"]), policy_version=step)
+
+    def _policy(self, trainable: Trainable) -> Policy:
+        return Policy(trainable, self.model.vocab_size, self.config.rollout.sampling.temperature)
+
+    def _chunks(self, head: str) -> tuple[list[GPTModel], TransformerConfig]:
+        config = transformer_config(self.model, self.config.model, self.config.parallel)
+        layers = self.config.model.layers
+        if head == "policy":
+            return build_policy(self.model, config, layers), config
+        bias = self.config.algorithm.value_head_bias
+        return build_critic(self.model, config, layers, bias, self.config.seed), config
+
+    def _trainable(
+        self, chunks: list[GPTModel], config: TransformerConfig, optimizer: OptimizerConfig, steps: int
+    ) -> Trainable:
+        return Trainable(chunks, config, optimizer, steps, self.config.parallel.distributed_optimizer)
+
+    def _restore(
+        self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]
+    ) -> None:
+        """Weights from the newest checkpoint, else from ``model.path``; optimizers when it was taken at ``position``.
+
+        A critic that no checkpoint holds yet starts as the policy (SAO.md §4).
+        """
+        newest = self.checkpoints.latest()
+        saved = self.checkpoints.contents(newest) if newest else Contents([], [])
+        present = {name: chunks for name, chunks in models.items() if name in saved.models}
+        resumed = {name: t for name, t in trained.items() if newest == position and name in saved.optimizers}
+        if newest:
+            self.checkpoints.load(newest, present, resumed)
+        for name, chunks in models.items():
+            if name not in present:
+                config = chunks[0].config
+                if name == "critic" and "policy" in present:
+                    copy_backbone(models["policy"], chunks)
+                else:
+                    load_hf_weights(chunks, self.model, config, name)
+        for name, trainable in trained.items():
+            if name not in resumed:
+                trainable.reload_main_parameters()
+
+    def _stage(self, policy: Policy, critic: Critic | None = None, policy_version: int | None = None) -> Stage:
+        """``policy_version`` is given by the stages that need rollouts."""
+        exporter = HFExporter(policy.trainable.chunks, self.model, policy.trainable.config)
+        stage = Stage(
+            self.config, self.model, self.world, self.checkpoints, self.metrics, exporter, self.run_dir, policy, critic
+        )
+        if policy_version is None:
+            return stage
+        if self.recorded is not None:
+            stage.source = self.recorded
+            return stage
+        if self.incarnation is None and self.world.is_leader:
+            self.incarnation = self.client.register_trainer(self.config.name, policy_version)
+        self.incarnation = broadcast_json(self.incarnation, self.backend.device)
+        stage.fleet = EngineFleet(
+            self.client, exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
+        )
+        stage.source = LiveSource(self.client, stage.fleet, self.world)
+        return stage
+
+    def _demonstrations(self) -> Demonstrations:
+        if self.config.data.sft is None:
+            raise ConfigError(f"sft.steps = {self.config.sft.steps} needs data.sft; name a file of demonstrations")
+        return Demonstrations(self.config.data.sft, self.tokenizer, self.config.seed)
+
+
+def _buffer_client() -> BufferClient:
+    try:
+        return BufferClient(os.environ["MEGATRON_SAO_BUFFER"], os.environ["MEGATRON_SAO_TOKEN"])
+    except KeyError as missing:
+        raise ConfigError(
+            f"the environment variable {missing} is not set: start the trainer through `megatron-sao run`, set the "
+            "address and token of the buffer, or train on recorded batches with --batches DIR"
+        ) from None

@@ -1,0 +1,109 @@
+"""Trajectories as the packed tensors that a forward pass takes.
+
+Everything is aligned with the *predicting* position: entry q of ``labels``, ``loss_mask``, ``rollout_logprobs`` and
+``rewards`` concerns token q + 1 of the same trajectory, because that is the token whose log-probability the logits at q
+give and whose value (of the state before it) the hidden state at q gives. The last position of a trajectory predicts
+nothing and is masked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_sao.data.packing import pack
+from megatron_sao.data.trajectory import Trajectory
+
+
+@dataclass
+class MicroBatch:
+    """Trajectories packed end to end into T tokens, on the training device.
+
+    Attributes:
+        trajectories: the packed ones, in order; may be empty (a dummy that keeps ranks in step).
+        tokens, position_ids, labels: int64 [1, T].
+        loss_mask: bool [T]; rollout_logprobs, rewards: float32 [T]; see the module's docstring.
+        cu_seqlens: int32 [n + 1] over trajectories and, where T had to be padded, one sequence of padding.
+        values, advantages, returns: float32 [T], filled in by the step.
+    """
+
+    trajectories: list[Trajectory]
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    rewards: torch.Tensor
+    cu_seqlens: torch.Tensor
+    values: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def num_action_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def packed_seq_params(self) -> PackedSeqParams:
+        longest = int(self.cu_seqlens.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_kv=self.cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Start and end of each trajectory in the packed tensors."""
+        edges = self.cu_seqlens.tolist()
+        return list(itertools.pairwise(edges))[: len(self.trajectories)]
+
+
+def build_microbatches(
+    trajectories: list[Trajectory], data_rank: int, data_size: int, max_tokens: int, multiple: int, device: torch.device
+) -> list[MicroBatch]:
+    """This data-parallel rank's share of a batch.
+
+    Args:
+        trajectories: the whole batch in the buffer's order, the same on every rank.
+        max_tokens: bound on a micro-batch; a longer trajectory gets one of its own.
+        multiple: T is padded to a multiple of it (sequence parallelism splits T over ranks).
+    """
+    plan = pack([t.num_tokens for t in trajectories], data_size, max_tokens)
+    return [_pack([trajectories[i] for i in members], multiple, device) for members in plan[data_rank]]
+
+
+def _pack(trajectories: list[Trajectory], multiple: int, device: torch.device) -> MicroBatch:
+    lengths = [t.num_tokens for t in trajectories]
+    total = max(sum(lengths), 1)
+    padding = -(-total // multiple) * multiple - sum(lengths)
+    if padding:
+        lengths.append(padding)
+
+    def packed(arrays: list[np.ndarray], dtype: torch.dtype, shift: bool) -> torch.Tensor:
+        shifted = [np.append(a[1:], a.dtype.type(0)) for a in arrays] if shift else arrays
+        tail = [np.zeros(padding, dtype=np.int64)] if padding else []
+        joined = [torch.from_numpy(np.ascontiguousarray(a)).to(dtype) for a in (*shifted, *tail)]
+        return torch.cat(joined).to(device)
+
+    token_ids = [t.token_ids for t in trajectories]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return MicroBatch(
+        trajectories=trajectories,
+        tokens=packed(token_ids, torch.int64, shift=False)[None],
+        position_ids=positions.to(device)[None],
+        labels=packed(token_ids, torch.int64, shift=True)[None],
+        loss_mask=packed([t.loss_mask for t in trajectories], torch.bool, shift=True),
+        rollout_logprobs=packed([t.logprobs for t in trajectories], torch.float32, shift=True),
+        rewards=packed([t.rewards for t in trajectories], torch.float32, shift=True),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device),
+    )

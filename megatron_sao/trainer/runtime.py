@@ -1,0 +1,62 @@
+"""The process's place in the training world: backend, process groups, seeds."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
+from megatron_sao.models.backend import Backend, start_backend
+
+
+def start_runtime(
+    model: ModelConfig, parallel: ParallelConfig, seed: int, deterministic: bool, timeout_minutes: float = 60.0
+) -> Backend:
+    """Join the trainer's world and set up Megatron's process groups.
+
+    Ranks come from the environment as torchrun and Slurm set it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT); without it this process is a world of one.
+
+    Raises:
+        ConfigError: the world that was started is not the one the config describes.
+    """
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != parallel.world_size:
+        raise ConfigError(
+            f"{world_size} ranks were started, but parallel.world_size = {parallel.world_size}; start as many or set it"
+        )
+    backend = start_backend(model.device, model.layers)
+    dist.init_process_group(backend.distributed_backend, timeout=timedelta(minutes=timeout_minutes))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+    return backend
+
+
+def stop_runtime() -> None:
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

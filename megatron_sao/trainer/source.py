@@ -1,0 +1,142 @@
+"""Where batches come from: the buffer of a live run, recorded batches, or demonstrations."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_sao.buffer.client import BufferClient
+from megatron_sao.config import ConfigError
+from megatron_sao.data.batches import RecordedBatches
+from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.distributed import broadcast_json
+from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.world import World
+
+
+class BatchSource(Protocol):
+    def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
+        """The trajectories of a step, the same on every rank and at every call. Collective; waits for them."""
+
+    def commit(self, stage: str, step: int) -> None:
+        """Nothing before (stage, step) will be asked for again."""
+
+
+class RecordedSource:
+    """Batches from a directory; needs no other process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._recorded = RecordedBatches(directory)
+
+    def steps(self, stage: str) -> int:
+        """How many consecutive steps, from 0 on, are recorded of a stage."""
+        return len(self._recorded.steps(stage))
+
+    def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
+        return self._recorded.batch(stage, step)
+
+    def commit(self, stage: str, step: int) -> None: ...
+
+
+class LiveSource:
+    """Batches from the buffer. While it waits it pushes weights to engines that joined or came back.
+
+    Args:
+        client: rank 0 asks for the batch; every rank fetches the trajectories.
+        fleet: the engines to look after.
+    """
+
+    def __init__(self, client: BufferClient, fleet: EngineFleet, world: World) -> None:
+        self._client, self._fleet, self._world = client, fleet, world
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="fetch")
+
+    def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
+        while True:
+            self._fleet.refresh()
+            ids = None
+            if self._world.is_leader:
+                entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=2.0)
+                ids = None if entries is None else [entry.id for entry in entries]
+            ids = broadcast_json(ids, self._world.device)
+            if ids is not None:
+                return self.fetch(ids)
+
+    def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
+        """Play the held-out prompts under the version that the engines hold now; the finished trajectories."""
+        if self._world.is_leader:
+            self._client.start_eval(stage, step, self._fleet.incarnation, self._fleet.version, num_prompts)
+        while True:
+            self._fleet.refresh()
+            ids = None
+            if self._world.is_leader:
+                ids = self._client.eval_result(stage, step, self._fleet.incarnation, wait=2.0)
+            ids = broadcast_json(ids, self._world.device)
+            if ids is not None:
+                return self.fetch(ids)
+
+    def commit(self, stage: str, step: int) -> None:
+        if self._world.is_leader:
+            self._client.commit(stage, step, self._fleet.incarnation)
+
+    def counters(self) -> dict[str, int]:
+        """What the buffer has counted since the run began, as metrics; on rank 0, {} elsewhere."""
+        if not self._world.is_leader:
+            return {}
+        return {f"buffer/{name}": value for name, value in self._client.stats().items() if isinstance(value, int)}
+
+    def fetch(self, ids: list[str]) -> list[Trajectory]:
+        return list(self._threads.map(self._client.trajectory, ids))
+
+
+class Demonstrations:
+    """Supervised examples: JSONL lines ``{"prompt": text, "segments": [[text, trained], ...]}``.
+
+    Each segment is tokenised by itself, as the rollout sees them; ``trained`` ones are learned.
+    """
+
+    def __init__(self, path: Path, tokenizer: Any, seed: int) -> None:
+        self._examples: list[tuple[list[int], list[int]]] = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                record = json.loads(line)
+                segments = [(record["prompt"], False), *record["segments"]]
+                pieces = [(tokenizer.encode(text, add_special_tokens=False), trained) for text, trained in segments]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}:{number} is no demonstration ({error!r}); see data.sft") from error
+            ids = [token for piece, _ in pieces for token in piece]
+            self._examples.append((ids, [int(bool(trained)) for piece, trained in pieces for _ in piece]))
+        if not self._examples:
+            raise ConfigError(f"data.sft = '{path}' holds no demonstration")
+        self._seed = seed
+
+    def batch(self, step: int, size: int) -> list[Trajectory]:
+        """Examples drawn with replacement, a function of (seed, step)."""
+        generator = random.Random(f"{self._seed}/sft/{step}")
+        return [_example(step, generator.choice(self._examples)) for _ in range(size)]
+
+
+def _example(step: int, example: tuple[list[int], list[int]]) -> Trajectory:
+    ids, mask = example
+    zeros = np.zeros(len(ids), dtype=np.float32)
+    return Trajectory(
+        id=f"sft-{step}", run_id="sft", task_id="sft", epoch=0, attempt=0, kind="train", group=None,
+        token_ids=np.array(ids, dtype=np.int32), loss_mask=np.array(mask, dtype=np.uint8), logprobs=zeros,
+        rewards=zeros, versions=[], turns=[], sampling={}, support=None, routed_experts=None, truncated=False,
+        failure=None, metrics={}, created_at=0.0,
+    )  # fmt: skip
+
+
+def permute_rewards(trajectories: list[Trajectory], seed: int) -> list[Trajectory]:
+    """The control experiment: each trajectory gets another one's total reward, on its last action token."""
+    order = np.random.default_rng(seed).permutation(len(trajectories))
+    out = []
+    for trajectory, other in zip(trajectories, order, strict=True):
+        rewards = np.zeros_like(trajectory.rewards)
+        rewards[np.flatnonzero(trajectory.loss_mask)[-1]] = trajectories[other].total_reward
+        out.append(Trajectory(**{**vars(trajectory), "rewards": rewards}))
+    return out

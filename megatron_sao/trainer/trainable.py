@@ -1,0 +1,186 @@
+"""A GPTModel under Megatron's data parallelism with its optimizer: what policy and critic have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sao.config import OptimizerConfig
+from megatron_sao.trainer.microbatch import MicroBatch
+
+Stats = dict[str, torch.Tensor]
+# What a loss function returns to Megatron's schedule: summed loss, denominator of this micro-batch, statistics.
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Stats]]
+ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[torch.Tensor, LossFunction]]
+
+
+class Trainable:
+    """Model chunks of this rank, their gradient buffers, optimizer and learning-rate schedule.
+
+    Args:
+        chunks: bare models, one per virtual pipeline stage. Parameters without ``requires_grad`` get neither gradient
+            buffer nor optimizer state.
+        config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
+        optimizer: learning rate and Adam's settings; None for a model that is only evaluated.
+        total_steps: optimizer steps of the stage, over which the learning rate decays.
+    """
+
+    def __init__(
+        self,
+        chunks: list[GPTModel],
+        config: TransformerConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        distributed_optimizer: bool,
+    ) -> None:
+        self.chunks, self.config = chunks, config
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=distributed_optimizer
+        )
+        wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+        self.modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
+        self._settings, self._distributed, self._total_steps = optimizer, distributed_optimizer, total_steps
+        self.optimizer = self._new_optimizer()
+        self.scheduler = self._new_scheduler()
+        config.finalize_model_grads_func = finalize_model_grads
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments; the learning-rate schedule goes on where it is."""
+        steps = self.scheduler.num_steps
+        self.optimizer = self._new_optimizer()
+        self.scheduler = self._new_scheduler()
+        self.scheduler.step(steps)
+
+    def reload_main_parameters(self) -> None:
+        """Take over weights that were written into the model after the optimizer was built (its fp32 main copies)."""
+        self.optimizer.reload_model_params()
+
+    def _new_optimizer(self) -> MegatronOptimizer:
+        s = self._settings
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=s.lr,
+                min_lr=s.lr * s.min_lr_ratio,
+                adam_beta1=s.beta1,
+                adam_beta2=s.beta2,
+                adam_eps=s.eps,
+                weight_decay=s.weight_decay,
+                clip_grad=s.clip_grad,
+                bf16=self.config.bf16,
+                params_dtype=self.config.params_dtype,
+                use_distributed_optimizer=self._distributed,
+            ),
+            self.modules,
+        )
+        self.config.grad_scale_func = optimizer.scale_loss
+        return optimizer
+
+    def _new_scheduler(self) -> OptimizerParamScheduler:
+        s = self._settings
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=s.lr,
+            min_lr=s.lr * s.min_lr_ratio,
+            lr_warmup_steps=s.warmup_steps,
+            lr_decay_steps=max(self._total_steps, s.warmup_steps + 1),
+            lr_decay_style=s.decay,
+            start_wd=s.weight_decay,
+            end_wd=s.weight_decay,
+            wd_incr_steps=max(self._total_steps, 1),
+            wd_incr_style="constant",
+        )
+
+    def forward(self, microbatches: list[MicroBatch], forward_step: ForwardStep) -> list[Stats]:
+        """Evaluate without gradients. Returns each micro-batch's statistics on the last pipeline stage, else []."""
+        with torch.no_grad():
+            return self._run(microbatches, forward_step, forward_only=True)
+
+    def train_step(self, microbatches: list[MicroBatch], forward_step: ForwardStep) -> tuple[list[Stats], float]:
+        """One optimizer step. Returns each micro-batch's statistics (last pipeline stage) and the gradient norm.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are unchanged.
+        """
+        for module in self.modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        stats = self._run(microbatches, forward_step, forward_only=False)
+        self.scheduler.step(1)
+        successful, grad_norm, _ = self.optimizer.step()
+        grad_norm = 0.0 if grad_norm is None else float(grad_norm)
+        if not successful or not grad_norm < float("inf"):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}: lower the learning rate or look at the batch")
+        return stats, grad_norm
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _run(self, microbatches: list[MicroBatch], forward_step: ForwardStep, forward_only: bool) -> list[Stats]:
+        iterators = [iter(microbatches) for _ in self.modules]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.modules if len(self.modules) > 1 else self.modules[0],
+            num_microbatches=len(microbatches),
+            seq_length=max(m.num_tokens for m in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def reduce_stats(per_microbatch: list[Stats], keys: list[str], device: torch.device) -> dict[str, float]:
+    """Statistics of the global batch on every rank: sums over micro-batches and data-parallel ranks, and over nothing
+    else. A key that ends with ``_max`` is a maximum instead. Collective.
+
+    Args:
+        per_microbatch: 0-d statistics of this rank; empty except on the last pipeline stage.
+        keys: the statistics' names, since only the last stage has them.
+    """
+    def column(key: str) -> torch.Tensor:
+        values = [stats[key].detach().double() for stats in per_microbatch]
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(values).max() if key.endswith("_max") else torch.stack(values).sum()
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    out: dict[str, float] = {}
+    for operation, names in (
+        (dist.ReduceOp.SUM, [k for k in keys if not k.endswith("_max")]),
+        (dist.ReduceOp.MAX, [k for k in keys if k.endswith("_max")]),
+    ):
+        if not names:
+            continue
+        row = torch.stack([column(key) for key in names]).to(device)
+        dist.all_reduce(row, operation, group=group)
+        dist.broadcast(
+            row,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        out |= dict(zip(names, row.tolist(), strict=True))
+    return out
+
+
+def forward_kwargs(batch: MicroBatch) -> dict[str, Any]:
+    """The arguments of GPTModel.forward for a packed micro-batch."""
+    return {
+        "input_ids": batch.tokens,
+        "position_ids": batch.position_ids,
+        "attention_mask": None,
+        "packed_seq_params": batch.packed_seq_params,
+    }

@@ -1,0 +1,39 @@
+"""A tiny model and the run config around it, for tests against real SGLang servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_sao.buffer.client import EngineInfo
+from megatron_sao.config import RunConfig, parse_config
+from megatron_sao.launch.process import SupervisedProcess
+
+CHARACTERS = "_0123456789+-*()=<>;A.E"  # 23; "_" is the padding
+CONTEXT = 256
+TOKEN = "token-of-the-test-session"
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running SGLang server of the test session."""
+
+    engine: EngineInfo
+    config: RunConfig
+    process: SupervisedProcess
+
+    @property
+    def model_path(self) -> Path:
+        return self.config.model.path
+
+
+def run_config(model_path: Path, **sections: Any) -> RunConfig:
+    """The smallest run config around a model directory."""
+    raw = {
+        "name": "test",
+        "model": {"path": model_path, "device": "cpu"},
+        "data": {"train": "unused.jsonl"},
+        "rollout": {"environment": "unused:Unused", "max_tokens": 128, "concurrency": 32},
+    }
+    return parse_config(raw | sections)

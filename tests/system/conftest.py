@@ -1,0 +1,58 @@
+"""Real parts for system tests: tiny models on disk and one SGLang server per model for the whole session."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
+
+from megatron_sao.buffer.client import EngineInfo
+from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.rollout.engine import INITIAL_VERSION, free_port
+from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
+from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
+
+
+@pytest.fixture(scope="session")
+def glm4_moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random GLM-4.5-architecture MoE in HF format: first layer dense, 8 experts top-2, one shared; fp32."""
+    path = tmp_path_factory.mktemp("models") / "glm4_moe"
+    config = Glm4MoeConfig(
+        vocab_size=len(CHARACTERS), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+        use_qk_norm=True, partial_rotary_factor=0.5, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.2, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(config).float()
+    torch.nn.init.uniform_(model.model.layers[1].mlp.gate.e_score_correction_bias, -0.2, 0.2)
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(CHARACTERS)}, "_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="_").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One real server, started by the product's own command; killed at the end even if tests fail."""
+    os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
+    config = run_config(glm4_moe_path)
+    port = free_port("127.0.0.1")
+    argv, env = sglang_command(config, port, glm4_moe_path, INITIAL_VERSION)
+    process = SupervisedProcess("sglang", argv, env, tmp_path_factory.mktemp("logs"))
+    process.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=240))
+        yield Server(EngineInfo("e0", url, "clean", INITIAL_VERSION, 1, 0.0), config, process)
+    finally:
+        process.kill()

@@ -1,0 +1,381 @@
+"""The buffer as a process: real HTTP, real kills."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from megatron_sao.buffer.client import AsyncBufferClient, BufferClient, BufferError, BufferUnavailable
+from megatron_sao.buffer.server import main
+from megatron_sao.config import ConfigError, dump_config
+from tests.trajectories import make_config, make_trajectory
+
+pytestmark = pytest.mark.system
+TOKEN = "secret-of-this-run"
+SERVE = (
+    "import sys; from pathlib import Path; from megatron_sao.buffer.server import main\n"
+    "from megatron_sao.config import load_config; main(load_config(sys.argv[1]), Path(sys.argv[2]))"
+)
+
+
+class Buffer:
+    """A buffer process over one run directory, started, killed and started again."""
+
+    def __init__(self, directory, **sections):
+        self.directory = directory
+        (directory / "config.json").write_text('{"vocab_size": 7}')
+        for name in ("train", "eval"):
+            lines = [json.dumps({"id": f"{name}/{i}", "prompt": str(i)}) for i in range(16)]
+            (directory / f"{name}.jsonl").write_text("\n".join(lines))
+        self.config = make_config(directory, **sections)
+        (directory / "run.yaml").write_text(dump_config(self.config))
+
+    def start(self):
+        with (self.directory / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SERVE, str(self.directory / "run.yaml"), str(self.directory)],
+                env=os.environ | {"MEGATRON_SAO_TOKEN": TOKEN}, stdout=log, stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.directory / "log").read_text()
+            if (self.directory / "buffer.json").exists():
+                self.url = json.loads((self.directory / "buffer.json").read_text())["url"]
+                try:
+                    if httpx.get(f"{self.url}/healthz", trust_env=False).is_success:
+                        return
+                except httpx.TransportError:
+                    pass
+            time.sleep(0.05)
+        raise AssertionError("the buffer did not start")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def client(self, **options):
+        return BufferClient(self.url, TOKEN, **options)
+
+    def get(self, path, token=TOKEN):
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+
+    def post(self, path, content=b"", token=TOKEN, **headers):
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
+        return httpx.post(self.url + path, content=content, headers=headers, trust_env=False)
+
+
+@pytest.fixture
+def buffer(tmp_path):
+    buffer = Buffer(tmp_path)
+    buffer.start()
+    yield buffer
+    buffer.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One process for the tests that leave nothing behind in it; it takes small bodies only."""
+    buffer = Buffer(tmp_path_factory.mktemp("shared"), buffer={"max_body_bytes": 1000})
+    buffer.start()
+    yield buffer
+    buffer.kill()
+
+
+def on_async(buffer, scenario):
+    """Run ``scenario(client)`` with an asynchronous client."""
+
+    async def run():
+        client = AsyncBufferClient(buffer.url, TOKEN)
+        try:
+            return await scenario(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def serve_engine(buffer, version="1.0", incarnation=1):
+    on_async(buffer, lambda client: client.register_engine("host/0", "http://e", 1))
+    trainer = buffer.client()
+    trainer.mark_engine("host/0", "dirty", None, incarnation)
+    trainer.mark_engine("host/0", "clean", version, incarnation)
+
+
+def played(lease, version="1.0", **changes):
+    fields = {
+        "id": f"{lease.kind}/{lease.visit_id}", "task_id": lease.task["id"], "epoch": lease.epoch,
+        "attempt": lease.attempt, "kind": lease.kind, "versions": [(version, 2, 6)],
+    }
+    return make_trajectory(**(fields | changes))
+
+
+def play(buffer, count, version="1.0"):
+    async def scenario(client):
+        leases = await client.lease("w", count, 5.0)
+        return [await client.submit(played(lease, version)) for lease in leases]
+
+    return on_async(buffer, scenario)
+
+
+def test_trainer_worker_and_sidecar_go_through_a_step_and_an_evaluation(buffer):
+    trainer = buffer.client()
+    assert trainer.register_trainer("test", 0) == 1
+    serve_engine(buffer)
+    (engine,) = trainer.engines()
+    assert (engine.id, engine.state, engine.version, engine.tp) == ("host/0", "clean", "1.0", 1)
+    assert on_async(buffer, lambda client: client.heartbeat_engine("host/0")).state == "clean"
+    assert trainer.batch("rl", 0, 1, 2, 0, wait=0) is None
+    assert play(buffer, 2) == ["accepted", "accepted"]
+    batch = trainer.batch("rl", 0, 1, 2, 0, wait=5)
+    assert [(entry.num_tokens, entry.num_action_tokens) for entry in batch] == [(6, 3)] * 2
+    assert [trainer.trajectory(entry.id).total_reward for entry in batch] == [1.0, 1.0]
+    trainer.start_eval("rl", 0, 1, "1.0", 3)
+    assert trainer.eval_result("rl", 0, 1, wait=0) is None
+    assert play(buffer, 3) == ["accepted"] * 3
+    ids = trainer.eval_result("rl", 0, 1, wait=5)
+    assert [trainer.trajectory(id).task_id for id in ids] == ["eval/0", "eval/1", "eval/2"]
+    trainer.commit("rl", 1, 1)
+    stats = trainer.stats()
+    assert (stats["train_trajectories_accepted"], stats["eval_trajectories_accepted"]) == (2, 3)
+    with pytest.raises(BufferError) as caught:
+        trainer.trajectory(batch[0].id)
+    assert caught.value.status == 410
+
+
+def test_leases_can_be_renewed_and_released_over_http(buffer):
+    buffer.client().register_trainer("test", 0)
+    serve_engine(buffer)
+
+    async def scenario(client):
+        (lease,) = await client.lease("w", 1, 0)
+        assert 0 < lease.expires_in <= 120 and lease.task["prompt"] == lease.task["id"].removeprefix("train/")
+        assert await client.renew(lease.visit_id, lease.attempt) == 120
+        await client.release(lease.visit_id, lease.attempt, "shutting down")
+        with pytest.raises(BufferError, match="stop its episode") as caught:
+            await client.renew(lease.visit_id, lease.attempt)
+        assert caught.value.status == 409
+        (again,) = await client.lease("w", 1, 0)
+        assert (again.visit_id, again.attempt) == (lease.visit_id, 2)
+        assert await client.submit(played(again)) == "accepted"
+        assert await client.submit(played(again)) == "duplicate"
+
+    on_async(buffer, scenario)
+
+
+def test_a_visit_is_not_granted_to_a_worker_that_has_gone(buffer):
+    buffer.client().register_trainer("test", 0)
+
+    async def leave(client):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.lease("gone", 1, 30.0), 0.5)
+
+    on_async(buffer, leave)
+    serve_engine(buffer)
+    time.sleep(0.5)
+    assert buffer.client().stats()["visits_leased"] == 0
+
+
+def test_a_worker_waits_out_a_full_buffer(tmp_path):
+    size = len(make_trajectory().encode())
+    buffer = Buffer(tmp_path, buffer={"max_stored_bytes": 3 * size})
+    buffer.start()
+    trainer = buffer.client()
+    trainer.register_trainer("test", 0)
+    serve_engine(buffer)
+    timer = threading.Timer(1.0, lambda: trainer.batch("rl", 0, 1, 2, 0, wait=5) and trainer.commit("rl", 1, 1))
+    timer.start()
+    start = time.monotonic()
+    assert play(buffer, 3) == ["accepted"] * 3
+    assert time.monotonic() - start > 0.9
+    timer.join()
+    buffer.kill()
+
+
+def test_a_batch_long_poll_answers_as_soon_as_the_last_trajectory_is_in(buffer):
+    trainer = buffer.client()
+    trainer.register_trainer("test", 0)
+    serve_engine(buffer)
+    play(buffer, 1)
+    timer = threading.Timer(0.5, play, (buffer, 1))
+    timer.start()
+    start = time.monotonic()
+    assert len(trainer.batch("rl", 0, 1, 2, 0, wait=30)) == 2
+    assert 0.4 < time.monotonic() - start < 10
+    timer.join()
+    start = time.monotonic()
+    assert trainer.batch("rl", 1, 1, 2, 1, wait=1.5) is None
+    assert time.monotonic() - start >= 1.4
+
+
+def test_kill_9_at_any_moment_loses_nothing_that_was_acknowledged(tmp_path):
+    """Workers submit and a trainer takes batches while the process is killed twice and restarted."""
+    buffer = Buffer(tmp_path, rl={"batch_size": 4, "max_staleness": 7})
+    buffer.start()
+    trainer = buffer.client()
+    trainer.register_trainer("test", 0)
+    serve_engine(buffer)
+    acknowledged, batches, stop = set(), {}, threading.Event()
+
+    async def work(client):
+        while not stop.is_set():
+            for lease in await client.lease("w", 3, 0.2):
+                assert await client.submit(played(lease)) in ("accepted", "duplicate")
+                acknowledged.add(f"train/{lease.visit_id}")
+
+    def learn():
+        while not stop.is_set():
+            entries = trainer.batch("rl", len(batches), 1, 4, 0, wait=0.2)
+            if entries is not None:
+                batches[len(batches)] = entries
+
+    failures = []
+
+    def guarded(body):
+        try:
+            body()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=guarded, args=(lambda: on_async(buffer, work),)),
+        threading.Thread(target=guarded, args=(learn,)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(2):
+            before = len(batches)
+            deadline = time.monotonic() + 30
+            while len(batches) < before + 3 and time.monotonic() < deadline and not failures:
+                time.sleep(0.01)
+            buffer.kill()
+            buffer.start()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+        buffer.kill()
+    assert failures == []
+    buffer.start()
+    assert len(batches) >= 6
+    for step, entries in batches.items():
+        assert trainer.batch("rl", step, 1, 4, 0, wait=0) == entries
+        assert all(trainer.trajectory(entry.id).id == entry.id for entry in entries)
+    assert len(acknowledged) >= 24
+    for id in acknowledged:
+        assert trainer.trajectory(id).id == id
+    buffer.kill()
+    trained = [entry.id for entries in batches.values() for entry in entries]
+    assert len(trained) == len(set(trained))
+
+
+def test_registrations_leases_and_the_address_survive_a_kill(buffer):
+    trainer = buffer.client()
+    trainer.register_trainer("test", 0)
+    serve_engine(buffer)
+    (lease,) = on_async(buffer, lambda client: client.lease("w", 1, 0))
+    url = buffer.url
+    buffer.kill()
+    buffer.start()
+    assert buffer.url == url
+    assert trainer.engines()[0].state == "clean"
+    assert on_async(buffer, lambda client: client.renew(lease.visit_id, lease.attempt)) == 120
+    assert trainer.register_trainer("test", 0) == 2
+
+
+def test_everything_but_healthz_needs_the_token(shared):
+    for path in ("/v1/stats", "/v1/engines", "/metrics", "/v1/trajectories/x", "/nowhere"):
+        assert shared.get(path, token="wrong").status_code == 401
+        assert httpx.get(shared.url + path, trust_env=False).status_code == 401
+    assert shared.post("/v1/trainers", b"{}", token="x").status_code == 401
+    assert httpx.get(f"{shared.url}/healthz", trust_env=False).json() == {"status": "ok"}
+    with pytest.raises(BufferError, match="MEGATRON_SAO_TOKEN") as caught:
+        BufferClient(shared.url, "wrong").stats()
+    assert caught.value.status == 401
+
+
+def test_bad_requests_get_a_status_and_a_sentence(shared):
+    def problem(response):
+        return response.status_code, response.json()["error"]
+
+    assert problem(shared.get("/nowhere")) == (404, "GET /nowhere: Not Found")
+    assert problem(shared.post("/v1/trainers", b'{"run_id": "test"}'))[0] == 422
+    status, sentence = problem(shared.post("/v1/trainers", b'{"run_id": "test", "policy_version": -1}'))
+    assert status == 422 and "body.policy_version = -1" in sentence
+    status, sentence = problem(shared.post("/v1/trainers", b'{"run_id": "test", "policy_version": 0, "x": 1}'))
+    assert status == 422 and "body.x" in sentence
+    assert problem(shared.post("/v1/trainers", b'{"run_id": "other", "policy_version": 0}'))[0] == 409
+    assert problem(shared.post("/v1/trainers", b" " * 70_000))[0] == 413
+    bad = make_trajectory(token_ids=make_trajectory().token_ids + 1).encode()
+    status, sentence = problem(shared.post("/v1/trajectories", bad))
+    assert status == 422 and sentence.startswith("token_ids[5]: 7 is outside the vocabulary")
+    assert problem(shared.post("/v1/trajectories", b"junk"))[0] == 422
+    assert problem(shared.get("/v1/trajectories/a/b")) == (404, "there is no trajectory 'a/b'")
+
+
+def test_a_body_over_the_limit_is_refused_with_or_without_a_length(shared):
+    assert shared.post("/v1/trajectories", b"x" * 1001).status_code == 413
+    assert shared.post("/v1/trajectories", iter([b"x" * 600, b"x" * 600])).status_code == 413
+    assert shared.post("/v1/trajectories", b"x" * 1000).status_code == 422
+
+
+def test_metrics_are_in_the_prometheus_format(shared):
+    lines = shared.get("/metrics").text.splitlines()
+    assert "megatron_sao_buffer_dropped_stale_total 0" in lines
+    assert "# TYPE megatron_sao_buffer_trajectories_stored gauge" in lines
+    assert all(line.startswith("# TYPE ") or len(line.split(" ")) == 2 for line in lines)
+
+
+def test_a_port_in_use_a_missing_token_and_a_missing_model_are_named_before_anything_starts(tmp_path, monkeypatch):
+    config = Buffer(tmp_path).config
+    with socket.socket() as occupant:
+        occupant.bind(("127.0.0.1", 0))
+        occupant.listen()
+        port = occupant.getsockname()[1]
+        monkeypatch.setenv("MEGATRON_SAO_TOKEN", TOKEN)
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            main(config, tmp_path, "127.0.0.1", port)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"gives no vocab_size"):
+        main(config, tmp_path)
+    monkeypatch.delenv("MEGATRON_SAO_TOKEN")
+    with pytest.raises(ConfigError, match="MEGATRON_SAO_TOKEN is not set"):
+        main(config, tmp_path)
+
+
+def test_sigterm_ends_it_within_seconds_although_clients_are_polling(buffer):
+    trainer = buffer.client(give_up_after=0)
+    trainer.register_trainer("test", 0)
+    outcome = []
+
+    def poll():
+        try:
+            outcome.append(trainer.batch("rl", 0, 1, 2, 0, wait=60))
+        except BufferUnavailable as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    buffer.process.send_signal(signal.SIGTERM)
+    buffer.process.wait(15)
+    assert time.monotonic() - start < 5
+    thread.join(10)
+    assert outcome == [None]
+
+
+def test_a_client_gives_up_on_an_absent_buffer_with_a_sentence():
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        client = BufferClient(f"http://127.0.0.1:{reserved.getsockname()[1]}", TOKEN, give_up_after=0.5)
+        with pytest.raises(BufferUnavailable, match="has not served a call for"):
+            client.stats()

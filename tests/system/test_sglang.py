@@ -1,0 +1,229 @@
+"""What our side promises about a real SGLang server: guards, log-probs, versions, retries, whole episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_sao.config import RolloutConfig, SamplingConfig
+from megatron_sao.data.tasks import Task
+from megatron_sao.rollout import evaluate
+from megatron_sao.rollout.client import CONTEXT_MARGIN, EngineClient, ModelLimits, RequestRefused
+from megatron_sao.rollout.session import Session
+from megatron_sao.rollout.worker import load_tokenizer
+from megatron_sao.weights.push import EngineLink, push_weights
+from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+SAMPLING = SamplingConfig()
+ROLLOUT = RolloutConfig(environment="unused:Unused", max_tokens=128, max_turns=6)
+PROMPT = [CHARACTERS.index(character) for character in "7+3*8-2="]
+
+
+def with_client(server: Server, use: Callable[[EngineClient], Awaitable[Any]], max_retries: int = 5) -> Any:
+    async def registry() -> list[Any]:
+        return [server.engine]
+
+    async def run() -> Any:
+        limits = ModelLimits.of(server.model_path)
+        async with EngineClient(limits, TOKEN, registry, max_retries) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+def reference(model: torch.nn.Module, token_ids: list[int], temperature: float) -> torch.Tensor:
+    """float32 [L - 1]: log-probability of each token after the first, by transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+@pytest.fixture(scope="session")
+def hf_model(glm4_moe_path):
+    return AutoModelForCausalLM.from_pretrained(glm4_moe_path, dtype=torch.float32).eval()
+
+
+def post(server: Server, path: str, **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.post(f"{server.engine.url}{path}", json=body, headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_new_tokens", "complaint"),
+    [
+        ([1, 2, len(CHARACTERS)], 4, r"input_ids\[2\] = 23 is outside the vocabulary"),
+        ([1, -1], 4, r"input_ids\[1\] = -1 is outside the vocabulary"),
+        ([], 4, "input_ids is empty"),
+        ([1] * (CONTEXT - 5), 4, "exceed the context of 256"),
+        ([1, 2], 0, "max_new_tokens = 0"),
+    ],
+)
+def test_what_would_kill_the_server_is_refused_and_the_server_lives(glm4_moe_server, ids, max_new_tokens, complaint):
+    async def use(client):
+        with pytest.raises(RequestRefused, match=complaint):
+            await client.generate(ids, SAMPLING, max_new_tokens)
+        return await client.generate(PROMPT, SAMPLING, 4)
+
+    assert len(with_client(glm4_moe_server, use).token_ids) == 4
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_at_the_last_allowed_context_position_no_token_is_missing(glm4_moe_server, tokens):
+    prompt = [1] * (CONTEXT - CONTEXT_MARGIN - tokens)
+    answer = with_client(glm4_moe_server, lambda client: client.generate(prompt, SAMPLING, tokens))
+    assert len(answer.token_ids) == tokens and answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_logprobs_equal_those_of_transformers_at_the_sampling_temperature(glm4_moe_server, hf_model, temperature):
+    async def use(client):
+        prompts = [[1 + (7 * i + j) % 22 for j in range(3 + i)] for i in range(16)]
+        sampling = SamplingConfig(temperature=temperature)
+        return prompts, await asyncio.gather(*(client.generate(ids, sampling, 48) for ids in prompts))
+
+    for prompt, answer in zip(*with_client(glm4_moe_server, use), strict=True):
+        expected = reference(hf_model, prompt + answer.token_ids, temperature)[len(prompt) - 1 :]
+        np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_a_stop_token_ends_the_turn_and_is_part_of_it(glm4_moe_server):
+    stops = list(range(0, 23, 2))
+    answer = with_client(glm4_moe_server, lambda client: client.generate(PROMPT, SAMPLING, 60, stops))
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids[-1] in stops and not set(answer.token_ids[:-1]) & set(stops)
+
+
+def test_every_token_carries_the_version_the_server_was_started_with(glm4_moe_server):
+    answer = with_client(glm4_moe_server, lambda client: client.generate(PROMPT, SAMPLING, 12))
+    assert answer.versions == [("0.0", 0, 12)]
+
+
+def test_an_aborted_turn_goes_on_from_the_tokens_it_had(glm4_moe_server, hf_model):
+    async def use(client):
+        turn = asyncio.create_task(client.generate(PROMPT, SAMPLING, 240))
+        await asyncio.sleep(0.3)
+        assert not turn.done()
+        await asyncio.to_thread(post, glm4_moe_server, "/abort_request", abort_all=True)
+        return await turn
+
+    answer = with_client(glm4_moe_server, use)
+    assert answer.retries >= 1 and len(answer.token_ids) == 240
+    expected = reference(hf_model, PROMPT + answer.token_ids, 1.0)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
+
+
+def test_wrong_key_is_refused_by_generate_and_by_the_admin_calls(glm4_moe_server):
+    for path in ("/generate", "/pause_generation"):
+        answer = httpx.post(f"{glm4_moe_server.engine.url}{path}", json={}, headers={"Authorization": "Bearer no"})
+        assert answer.status_code == 401
+
+
+class Echo:
+    """Two turns with an observation in between; reward 1 on the last token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    async def run(self, session: Session, task: Task) -> None:
+        session.prompt(self.tokenizer.encode(task.prompt))
+        await session.generate(10)
+        session.observe(self.tokenizer.encode("24;"))
+        await session.generate(7)
+        session.finish(1.0)
+
+
+def test_an_episode_becomes_a_trajectory_with_exact_logprobs_at_another_temperature(glm4_moe_server, hf_model):
+    async def use(client):
+        session = Session(client, ROLLOUT, SamplingConfig(temperature=0.6))
+        await Echo(load_tokenizer(glm4_moe_server.model_path)).run(session, Task("t", "7+3*8-2=", 29, {}))
+        return session.trajectory(id="x", run_id="r", task_id="t", epoch=0, attempt=1, kind="train")
+
+    trajectory = with_client(glm4_moe_server, use)
+    trajectory.validate(len(CHARACTERS), ROLLOUT.max_tokens)
+    assert trajectory.turns == [
+        ("prompt", 0, 8), ("action", 8, 18), ("observation", 18, 21), ("action", 21, 28),
+    ]  # fmt: skip
+    assert trajectory.versions == [("0.0", 8, 18), ("0.0", 21, 28)]
+    assert trajectory.rewards.nonzero()[0].tolist() == [27]
+    expected = np.zeros(28, np.float32)
+    expected[1:] = reference(hf_model, trajectory.token_ids.tolist(), 0.6).numpy()
+    np.testing.assert_allclose(trajectory.logprobs, expected * trajectory.loss_mask, atol=1e-5)
+
+
+def test_evaluation_of_a_running_server_prints_one_line(glm4_moe_server, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MEGATRON_SAO_TOKEN", TOKEN)
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("".join(f'{{"prompt": "{i}+3*8=", "label": 0}}\n' for i in range(9)))
+    config = run_config(
+        glm4_moe_server.model_path,
+        data={"train": "unused.jsonl", "eval": held_out},
+        rollout={"environment": f"{__name__}:Echo", "max_tokens": 128, "concurrency": 3},
+    )
+    assert evaluate.main(config, tmp_path, None, [glm4_moe_server.engine.url], prompts=8) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["success_rate"] == 1.0 and printed["prompts"] == 8 and printed["failed"] == 0
+    assert printed["tokens"] == 8 * (6 + 10 + 3 + 7) and printed["action_tokens"] == 8 * 17
+    assert printed["weight_versions"] == ["0.0"]
+
+
+def test_weights_pushed_in_flight_label_and_score_every_token_with_its_own_version(glm4_moe_server, hf_model):
+    """Leaves the server with its first weights again, under a newer label."""
+    server = glm4_moe_server
+    changed = AutoModelForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    link = EngineLink(server.engine.url, 1, TOKEN, "gloo", timeout=60)
+    models = {"0.0": hf_model, "1.1": changed, "1.2": hf_model}
+    started = threading.Event()
+
+    async def use(client):
+        turns = [asyncio.create_task(client.generate([*PROMPT, 1 + i], SAMPLING, 220)) for i in range(12)]
+        await asyncio.sleep(0.5)
+        started.set()
+        return await asyncio.gather(*turns)
+
+    def push(version: str) -> None:
+        assert push_weights([link], checkpoint_tensors(models[version]), version, bucket_bytes=64 * 1024) == {}
+
+    try:
+        link.connect()
+        pusher = threading.Thread(target=lambda: (started.wait(), push("1.1")))
+        pusher.start()
+        answers = with_client(server, use)
+        pusher.join()
+        assert any(len(answer.versions) == 2 for answer in answers)
+        for index, answer in enumerate(answers):
+            for version, start, end in answer.versions:
+                expected = reference(models[version], [*PROMPT, 1 + index, *answer.token_ids], 1.0)[len(PROMPT) :]
+                np.testing.assert_allclose(answer.logprobs[start:end], expected[start:end].numpy(), atol=1e-5)
+    finally:
+        push("1.2")
+        link.close()
+
+
+def checkpoint_tensors(model: torch.nn.Module):
+    """The model's tensors under the names of its checkpoint: one tensor per expert and projection."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                yield f"{prefix}{expert}.gate_proj.weight", gate.contiguous()
+                yield f"{prefix}{expert}.up_proj.weight", up.contiguous()
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down.contiguous()
+        else:
+            yield name, tensor.contiguous()

@@ -1,0 +1,535 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_sao.buffer.database import StoreError
+from megatron_sao.buffer.segments import SegmentCorrupt, Segments
+from megatron_sao.buffer.store import Store
+from megatron_sao.data.tasks import Task, epoch_order
+from tests.trajectories import make_config, make_trajectory
+
+TASKS = [Task(f"task{i}", f"{i}", None, {}) for i in range(8)]
+EVAL_TASKS = [Task(f"eval{i}", f"{i}", None, {}) for i in range(3)]
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A store, a fake clock and the moves of trainer and worker."""
+
+    def __init__(self, directory, **sections):
+        self.directory = directory
+        self.config = make_config(directory, **sections)
+        self.clock = Clock()
+        self.requests = 0
+        self.open()
+
+    def open(self):
+        self.store = Store(self.directory / "buffer", self.config, TASKS, EVAL_TASKS, self.clock)
+
+    def reopen(self):
+        self.store.close()
+        self.open()
+
+    def train(self, policy_version=0, version=None):
+        """Register a trainer and have one engine serve its weights."""
+        incarnation = self.store.register_trainer("test", policy_version)
+        self.store.engines.register("e", "http://e", 1)
+        self.push(incarnation, version or f"{incarnation}.{policy_version}")
+        return incarnation
+
+    def push(self, incarnation, version):
+        self.store.mark_engine("e", "dirty", None, incarnation)
+        self.store.mark_engine("e", "clean", version, incarnation)
+
+    def lease(self, count=1, request=None):
+        self.requests += 1
+        return self.store.visits.lease("w", count, request or f"r{self.requests}") or []
+
+    def play(self, lease, version="1.0", **changes):
+        """Submit the trajectory of a lease, all under one version. Returns the answer."""
+        fields = {
+            "id": f"{lease['visit_id']}-{lease['attempt']}", "task_id": lease["task"]["id"], "epoch": lease["epoch"],
+            "attempt": lease["attempt"], "kind": lease["kind"], "versions": [(version, 2, 6)],
+        }
+        trajectory = make_trajectory(**(fields | changes))
+        return self.store.submit([(trajectory, trajectory.encode())])[0]
+
+    def fill(self, count, version="1.0"):
+        for lease in self.lease(count):
+            assert self.play(lease, version) == "accepted"
+
+    def batch(self, step, incarnation=1, stage="rl", batch_size=2, policy_version=None):
+        version = step if policy_version is None else policy_version
+        entries = self.store.batch(stage, step, incarnation, batch_size, version)
+        return None if entries is None else [entry["id"] for entry in entries]
+
+    def stat(self, name):
+        return self.store.stats()[name]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.store.close()
+
+
+def refused(status, call, *arguments):
+    with pytest.raises(StoreError) as caught:
+        call(*arguments)
+    assert caught.value.status == status
+    return str(caught.value)
+
+
+# Leases
+
+
+def test_nothing_is_leased_before_a_trainer_registered_and_an_engine_is_clean(bench):
+    bench.store.engines.register("e", "http://e", 1)
+    assert bench.lease() == []
+    incarnation = bench.store.register_trainer("test", 0)
+    assert bench.lease() == []
+    bench.push(incarnation, "1.0")
+    assert len(bench.lease()) == 1
+
+
+def test_tasks_come_in_the_shuffled_order_of_each_epoch_and_survive_a_restart(tmp_path):
+    bench = Bench(tmp_path, rl={"batch_size": 20, "max_staleness": 0}, seed=3)
+    bench.train()
+    leases = bench.lease(5)
+    bench.reopen()
+    leases += bench.lease(7)
+    expected = [f"task{i}" for i in epoch_order(8, 3, 0)] + [f"task{i}" for i in epoch_order(8, 3, 1)[:4]]
+    assert [lease["task"]["id"] for lease in leases] == expected
+    assert [lease["epoch"] for lease in leases] == [0] * 8 + [1] * 4
+    assert {lease["attempt"] for lease in leases} == {1}
+    bench.store.close()
+
+
+def test_a_repeated_lease_request_gets_the_same_visits(bench):
+    bench.train()
+    first = bench.lease(2, "once")
+    assert [lease["visit_id"] for lease in bench.lease(2, "once")] == [lease["visit_id"] for lease in first]
+    assert bench.stat("visits_leased") == 2
+
+
+def test_an_expired_lease_goes_out_again_and_a_renewed_one_does_not(bench):
+    bench.train()
+    kept, lost = bench.lease(2)
+    bench.clock.now += 100
+    assert bench.store.visits.renew(int(kept["visit_id"]), 1) == 120
+    bench.store.engines.heartbeat("e")
+    bench.push(1, "1.0")
+    bench.clock.now += 100
+    bench.store.engines.heartbeat("e")
+    bench.push(1, "1.0")
+    again = bench.lease(4)
+    assert (again[0]["visit_id"], again[0]["attempt"]) == (lost["visit_id"], 2)
+    assert kept["visit_id"] not in [lease["visit_id"] for lease in again]
+    assert "at attempt 2" in refused(409, bench.store.visits.renew, int(lost["visit_id"]), 1)
+    assert bench.stat("leases_expired") == 1
+
+
+def test_a_restart_gives_every_lease_its_full_time(bench):
+    bench.train()
+    (lease,) = bench.lease()
+    bench.clock.now += 119
+    bench.reopen()
+    bench.clock.now += 119
+    bench.store.visits.renew(int(lease["visit_id"]), 1)
+
+
+def test_a_visit_is_set_aside_after_its_last_attempt(tmp_path):
+    bench = Bench(tmp_path, buffer={"max_attempts": 2}, rl={"batch_size": 1, "max_staleness": 0})
+    bench.train()
+    (lease,) = bench.lease()
+    assert bench.play(lease, failure="sandbox crashed") == "dropped"
+    (second,) = bench.lease()
+    assert (second["visit_id"], second["attempt"]) == (lease["visit_id"], 2)
+    bench.store.visits.release(int(second["visit_id"]), 2, "shutting down")
+    bench.store.visits.release(int(second["visit_id"]), 2, "shutting down")
+    (other,) = bench.lease()
+    assert other["visit_id"] != lease["visit_id"]
+    assert bench.play(second) == "dropped"
+    for name in ("train_visits_set_aside", "trajectories_failed", "leases_released"):
+        assert bench.stat(name) == 1
+    assert bench.batch(0, batch_size=1) is None
+    bench.store.close()
+
+
+def test_a_release_of_an_older_attempt_does_not_take_the_visit_from_its_new_holder(bench):
+    bench.train()
+    (lease,) = bench.lease()
+    bench.store.visits.release(int(lease["visit_id"]), 1, "engine lost")
+    (again,) = bench.lease()
+    bench.store.visits.release(int(lease["visit_id"]), 1, "engine lost")
+    assert again["visit_id"] == lease["visit_id"]
+    bench.store.visits.renew(int(again["visit_id"]), 2)
+
+
+# Pacing
+
+
+def test_rollouts_run_ahead_by_max_staleness_batches_and_no_more(bench):
+    bench.train()
+    leases = bench.lease(100)
+    assert len(leases) == 4  # (max_staleness 1 + 1) x batch_size 2
+    for lease in leases:
+        bench.play(lease)
+    assert bench.lease() == []
+    assert bench.batch(0)
+    assert bench.lease() == []  # the batch of step 0 is being trained on
+    bench.batch(1)
+    assert len(bench.lease(100)) == 2  # asking for step 1 finished step 0
+
+
+def test_a_trainer_that_resumes_behind_recorded_batches_gets_no_rollouts_it_could_not_use(bench):
+    bench.train()
+    for step in range(3):
+        bench.fill(2)
+        bench.push(1, f"1.{step}")
+        assert bench.batch(step, policy_version=0)
+    bench.train(0)
+    assert bench.batch(0, incarnation=2)
+    assert bench.lease() == []
+    bench.batch(2, incarnation=2, policy_version=0)
+    assert len(bench.lease(100)) == 2
+
+
+def test_the_value_stage_paces_by_its_own_batch_size(tmp_path):
+    bench = Bench(tmp_path, value={"steps": 1, "batch_size": 3})
+    bench.train()
+    assert len(bench.lease(100)) == 6
+    bench.store.close()
+
+
+# Trajectories
+
+
+def test_the_first_trajectory_of_a_visit_wins_even_after_its_lease_expired(bench):
+    bench.train()
+    (lease,) = bench.lease()
+    bench.store.visits.release(int(lease["visit_id"]), 1, "slow")
+    (again,) = bench.lease()
+    assert bench.play(lease) == "accepted"
+    assert bench.play(again) == "duplicate"
+    assert bench.play(lease) == "duplicate"
+    assert "is done" in refused(409, bench.store.visits.renew, int(again["visit_id"]), 2)
+    assert bench.stat("trajectories_stored") == 1
+
+
+def test_a_failure_of_an_older_attempt_leaves_the_running_one_alone(bench):
+    bench.train()
+    (lease,) = bench.lease()
+    bench.store.visits.release(int(lease["visit_id"]), 1, "slow")
+    (again,) = bench.lease()
+    assert bench.play(lease, failure="sandbox crashed") == "dropped"
+    bench.store.visits.renew(int(again["visit_id"]), 2)
+    assert bench.play(again) == "accepted"
+
+
+def test_one_bad_submission_of_a_group_does_not_spoil_the_others(bench):
+    bench.train()
+    (lease,) = bench.lease()
+    good = make_trajectory(task_id=lease["task"]["id"], versions=[("1.0", 2, 6)])
+    bad = [
+        make_trajectory(id="b1", run_id="other"),
+        make_trajectory(id="b2", task_id="never leased", versions=[("1.0", 2, 6)]),
+        make_trajectory(id="b3", task_id=lease["task"]["id"], versions=[("2.0", 2, 6)]),
+    ]
+    answers = bench.store.submit([(item, item.encode()) for item in (*bad, good)])
+    assert [str(answer).partition(":")[0] for answer in answers] == ["run_id", "task_id", "versions[0]", "accepted"]
+    assert [trajectory.id for _, trajectory in bench.store.trajectories()] == ["t"]
+
+
+def test_a_full_store_refuses_and_takes_the_same_trajectory_after_a_commit(tmp_path):
+    size = len(make_trajectory().encode())
+    bench = Bench(tmp_path, buffer={"max_stored_bytes": int(2.5 * size)}, rl={"batch_size": 1, "max_staleness": 3})
+    bench.train()
+    leases = bench.lease(3)
+    assert [bench.play(lease) for lease in leases[:2]] == ["accepted"] * 2
+    with pytest.raises(StoreError, match="max_stored_bytes") as caught:
+        bench.play(leases[2])
+    assert caught.value.status == 429
+    for step in range(2):
+        assert bench.batch(step, batch_size=1)
+    bench.store.commit("rl", 2, 1)
+    assert bench.play(leases[2]) == "accepted"
+    bench.store.close()
+
+
+# Batches
+
+
+def test_a_step_gets_the_oldest_trajectories_and_the_same_ones_for_ever(bench):
+    bench.train()
+    leases = bench.lease(3)
+    order = [leases[2], leases[0], leases[1]]
+    for lease in order:
+        bench.play(lease)
+    ids = [f"{lease['visit_id']}-1" for lease in order]
+    assert bench.batch(0) == ids[:2]
+    assert bench.batch(1) is None
+    bench.reopen()
+    assert bench.batch(0) == ids[:2]
+    bench.train(0)
+    assert bench.batch(0, incarnation=2) == ids[:2]
+    assert "batch_size=2" in refused(409, bench.batch, 0, 2, "rl", 3)
+    assert "policy_version=0" in refused(409, bench.batch, 0, 2, "rl", 2, 1)
+
+
+def test_an_older_incarnation_is_refused_everywhere(bench):
+    bench.train()
+    bench.train()
+    store = bench.store
+    assert "1 does not rule, 2 does" in refused(409, bench.batch, 0, 1)
+    refused(409, store.commit, "rl", 0, 1)
+    refused(409, store.mark_engine, "e", "dirty", None, 1)
+    refused(409, store.start_evaluation, "rl", 0, 1, "1.0", 1)
+    refused(409, store.evaluation_result, "rl", 0, 1)
+    refused(409, bench.batch, 0, 3)
+
+
+def test_a_trajectory_older_than_max_staleness_is_dropped_and_counted_never_trained_on(bench):
+    bench.train()
+    old, mixed, fresh = bench.lease(3)
+    bench.play(old, "1.0")
+    bench.play(mixed, versions=[("1.5", 2, 4), ("1.1", 4, 6)])
+    bench.play(fresh, "1.1")
+    assert bench.batch(1, batch_size=2, policy_version=2) == ["2-1", "3-1"]
+    assert bench.stat("dropped_stale") == 1
+    assert bench.play(old) == "duplicate"  # its visit is spent
+
+
+def test_tokens_of_a_dead_incarnation_are_no_newer_than_the_checkpoint_resumed_from(bench):
+    bench.train(policy_version=9)
+    for lease in bench.lease(2):
+        bench.play(lease, "1.9")
+    bench.train(policy_version=4)
+    assert bench.batch(6, incarnation=2) is None
+    assert bench.stat("dropped_stale") == 2
+
+
+def test_only_the_versions_of_action_tokens_count_for_staleness(bench):
+    bench.train()
+    for lease in bench.lease(2):
+        bench.play(lease, versions=[("1.0", 0, 2), ("1.5", 2, 6)])
+    assert bench.batch(5)
+
+
+def test_a_commit_collects_what_is_before_it_and_keeps_the_rest(bench):
+    bench.train()
+    for step in range(3):
+        bench.fill(2)
+        assert bench.batch(step, policy_version=0)
+        bench.reopen()
+    segments = bench.directory / "buffer" / "segments"
+    assert len(list(segments.glob("*.seg"))) == 3
+    bench.store.commit("rl", 1, 1)
+    bench.store.commit("rl", 0, 1)
+    assert len(list(segments.glob("*.seg"))) == 2
+    assert "committed rl 1" in refused(410, bench.batch, 0)
+    assert "collected" in refused(410, bench.store.read, "1-1")
+    refused(404, bench.store.read, "unknown")
+    assert [step for _, step, _ in bench.store.batches()] == [1, 2]
+    assert bench.batch(1, policy_version=0) == ["3-1", "4-1"]
+
+
+def test_the_value_stage_comes_before_rl_and_sft_takes_no_batches(bench):
+    bench.train()
+    bench.fill(2)
+    assert bench.batch(7, stage="value", policy_version=0)
+    bench.store.commit("rl", 0, 1)
+    refused(410, bench.batch, 7, 1, "value")
+    assert "demonstrations" in refused(422, bench.batch, 0, 1, "sft")
+
+
+# Evaluations
+
+
+def evaluate(bench, step=0, version="1.0", count=3, incarnation=1):
+    bench.store.start_evaluation("rl", step, incarnation, version, count)
+
+
+def test_evaluation_visits_go_first_once_each_and_outside_the_pacing(bench):
+    bench.train()
+    bench.lease(100)
+    evaluate(bench)
+    evaluate(bench)
+    leases = bench.lease(100)
+    assert [lease["task"]["id"] for lease in leases] == ["eval0", "eval1", "eval2"]
+    assert {(lease["kind"], lease["version"]) for lease in leases} == {("eval", "1.0")}
+    for lease in reversed(leases):
+        assert bench.store.evaluation_result("rl", 0, 1) is None
+        assert bench.play(lease) == "accepted"
+    assert bench.store.evaluation_result("rl", 0, 1) == [f"{lease['visit_id']}-1" for lease in leases]
+    evaluate(bench)
+    assert bench.lease(100) == []
+    assert bench.batch(0) is None  # held-out trajectories never enter a batch
+
+
+def test_evaluation_visits_wait_for_an_engine_with_the_pinned_version(bench):
+    bench.train()
+    bench.lease(100)
+    evaluate(bench, version="1.1")
+    assert bench.lease(100) == []
+    bench.push(1, "1.1")
+    assert len(bench.lease(100)) == 3
+
+
+def test_a_failed_evaluation_visit_is_retried_then_counts_as_failed(tmp_path):
+    bench = Bench(tmp_path, buffer={"max_attempts": 2})
+    bench.train()
+    evaluate(bench, count=2)
+    good, bad = bench.lease(2)
+    bench.play(good)
+    assert bench.play(bad, version="1.1") == "dropped"  # not the pinned version
+    (bad,) = [lease for lease in bench.lease(1) if lease["kind"] == "eval"]
+    assert bench.store.evaluation_result("rl", 0, 1) is None
+    assert bench.play(bad, failure="sandbox crashed") == "dropped"
+    assert bench.store.evaluation_result("rl", 0, 1) == [f"{good['visit_id']}-1"]
+    assert bench.stat("eval_visits_set_aside") == 1
+    bench.store.close()
+
+
+def test_an_evaluation_survives_a_buffer_restart_and_is_void_after_a_trainer_restart(bench):
+    bench.train()
+    evaluate(bench)
+    leases = bench.lease(3)
+    bench.play(leases[0])
+    bench.reopen()
+    bench.play(leases[1])
+    assert bench.store.evaluation_result("rl", 0, 1) is None
+    bench.train()
+    assert "start it" in refused(404, bench.store.evaluation_result, "rl", 0, 2)
+    assert bench.play(leases[2]) == "dropped"
+    evaluate(bench, version="2.0", incarnation=2)
+    again = bench.lease(3)
+    for lease in again:
+        bench.play(lease, "2.0")
+    assert len(bench.store.evaluation_result("rl", 0, 2)) == 3
+    bench.train()
+    assert len(bench.store.evaluation_result("rl", 0, 3)) == 3  # one that ended stays
+
+
+def test_more_evaluation_prompts_than_there_are_is_an_error(bench):
+    bench.train()
+    assert "data.eval holds 3" in refused(422, evaluate, bench, 0, "1.0", 4)
+
+
+# Engines
+
+
+def states(bench):
+    return {engine["id"]: (engine["state"], engine["version"]) for engine in bench.store.engines.list()}
+
+
+def test_an_engine_is_dirty_until_a_push_and_dirty_again_for_a_new_trainer(bench):
+    bench.train()
+    assert states(bench) == {"e": ("clean", "1.0")}
+    bench.reopen()
+    assert states(bench) == {"e": ("clean", "1.0")}
+    assert bench.store.current_version() == "1.0"
+    bench.push(1, "1.3")
+    assert bench.store.current_version() == "1.3"
+    bench.store.register_trainer("test", 2)
+    assert states(bench) == {"e": ("dirty", None)}
+    assert bench.store.current_version() == "2.2"
+
+
+def test_an_engine_that_registered_anew_during_a_push_does_not_become_clean(bench):
+    bench.train()
+    bench.store.mark_engine("e", "dirty", None, 1)
+    bench.store.engines.register("e", "http://e", 1)
+    assert "push again" in refused(409, bench.store.mark_engine, "e", "clean", "1.1", 1)
+    bench.push(1, "1.1")
+    bench.store.mark_engine("e", "clean", "1.1", 1)  # a repeated request
+
+
+def test_an_engine_without_heartbeats_is_down_and_comes_back_dirty(bench):
+    bench.train()
+    bench.clock.now += 14
+    assert bench.store.engines.heartbeat("e")["state"] == "clean"
+    bench.clock.now += 16
+    assert states(bench)["e"][0] == "down"
+    assert bench.lease() == []
+    assert bench.store.engines.heartbeat("e")["state"] == "dirty"
+    refused(404, bench.store.engines.heartbeat, "unknown")
+    refused(404, bench.store.mark_engine, "unknown", "dirty", None, 1)
+
+
+# The disk
+
+
+def test_a_second_owner_is_refused_with_a_sentence(bench):
+    script = (
+        "import sys; from pathlib import Path; from tests.trajectories import make_config\n"
+        "from megatron_sao.buffer.store import Store; d = Path(sys.argv[1])\n"
+        "Store(d / 'buffer', make_config(d), [], [])"
+    )
+    other = subprocess.run([sys.executable, "-c", script, str(bench.directory)], capture_output=True, text=True)
+    assert other.returncode == 1
+    assert "is in use by another buffer process" in other.stderr
+    bench.train()
+
+
+def test_a_directory_filled_from_other_tasks_is_refused(bench):
+    bench.store.close()
+    with pytest.raises(StoreError, match="filled from other tasks"):
+        Store(bench.directory / "buffer", bench.config, TASKS[:-1], EVAL_TASKS)
+    bench.open()
+
+
+def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monkeypatch):
+    bench.train()
+    first, lease = bench.lease(2)
+    assert bench.play(first) == "accepted"  # the segment is open now: the next fsync is that of its content
+
+    def fail(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_sao.buffer.segments.os.fsync", fail)
+        with pytest.raises(StoreError, match="No space left") as caught:
+            bench.play(lease)
+    assert caught.value.status == 503
+    assert bench.stat("trajectories_stored") == 1
+    assert bench.play(lease) == "accepted"
+    assert len(list(bench.store.trajectories("stored"))) == 2
+
+
+def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
+    segments = Segments(tmp_path, roll_bytes=10)
+    places = [segments.append(payload) for payload in (b"first", b"second", b"third")]
+    segments.sync()
+    assert [segment for segment, _ in places] == [1, 2, 3]
+    assert [segments.read(*place) for place in places] == [b"first", b"second", b"third"]
+    path = tmp_path / "00000002.seg"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+    with pytest.raises(SegmentCorrupt, match=r"00000002.seg is corrupt at offset 0"):
+        segments.read(*places[1])
+    path.unlink()
+    with pytest.raises(SegmentCorrupt, match=r"00000002.seg cannot be read"):
+        segments.read(*places[1])
+
+
+def test_everything_held_can_be_inspected(bench):
+    bench.train()
+    bench.fill(2)
+    row, trajectory = next(bench.store.trajectories("stored"))
+    assert json.loads(row["versions"]) == ["1.0"]
+    assert (row["num_tokens"], row["num_action_tokens"]) == (trajectory.num_tokens, trajectory.num_action_tokens)
+    np.testing.assert_array_equal(trajectory.token_ids, make_trajectory().token_ids)
+    bench.batch(0)
+    assert list(bench.store.trajectories("stored")) == []
+    ((stage, step, trajectories),) = bench.store.batches()
+    assert (stage, step, len(trajectories)) == ("rl", 0, 2)

@@ -1,0 +1,449 @@
+"""Engine client, worker and sidecar against small fakes: a failing server costs a retry, not a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+from aiohttp import web
+
+from megatron_sao.buffer.client import BufferError, EngineInfo, Lease
+from megatron_sao.config import ConfigError, EngineConfig, RunConfig, SamplingConfig, parse_config
+from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.rollout import engine as sidecar
+from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits, RequestRefused
+from megatron_sao.rollout.environment import EnvironmentFailure, load_object
+from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
+from megatron_sao.rollout.worker import Player, Worker
+
+LIMITS = ModelLimits(vocab_size=100, context=64)
+Answer = Callable[[dict[str, Any]], web.Response | Awaitable[web.Response]]
+
+
+def generated(ids: list[int], reason: str = "stop", version: str = "1.0") -> Answer:
+    logprobs = [[-0.5, token, None] for token in ids]
+    spans = [{"version": version, "start": 0, "end": len(ids)}] if ids else []
+    meta = {"output_token_logprobs": logprobs, "weight_versions": spans, "finish_reason": {"type": reason}}
+    return lambda body: web.json_response({"output_ids": ids, "meta_info": meta})
+
+
+async def hanging(body: dict[str, Any]) -> web.Response:
+    await asyncio.sleep(3600)
+
+
+def http_error(status: int) -> Answer:
+    return lambda body: web.Response(status=status, text="out of luck")
+
+
+class FakeEngine:
+    """Answers /generate with the next answer of a script (the last one for ever) and keeps what it was sent."""
+
+    def __init__(self, id: str, *answers: Answer) -> None:
+        self.id, self.answers, self.bodies = id, list(answers), []
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        answer = (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])(body)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    @asynccontextmanager
+    async def serving(self):
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield EngineInfo(self.id, f"http://127.0.0.1:{runner.addresses[0][1]}", "clean", "1.0", 1, 0.0)
+        await runner.cleanup()
+
+
+def with_engines(engines: list[FakeEngine], use: Callable[..., Awaitable[Any]], max_retries: int = 2) -> Any:
+    """Run ``use(client, registry)``; ``registry`` is the list the client sees."""
+
+    async def run() -> Any:
+        async with asyncio.timeout(20):
+            registry: list[EngineInfo] = []
+            contexts = [engine.serving() for engine in engines]
+            for context in contexts:
+                registry.append(await context.__aenter__())
+
+            async def listed() -> list[EngineInfo]:
+                return list(registry)
+
+            async with EngineClient(LIMITS, "token", listed, max_retries) as client:
+                result = await use(client, registry)
+            for context in contexts:
+                await context.__aexit__(None, None, None)
+            return result
+
+    return asyncio.run(run())
+
+
+def turn(client: EngineClient, tokens: int = 8, prefer: str | None = None) -> Awaitable[Any]:
+    return client.generate([1, 2, 3], SamplingConfig(temperature=0.5), tokens, [9], prefer)
+
+
+def test_a_failed_turn_is_sent_to_another_engine():
+    broken, sound = FakeEngine("a", http_error(500)), FakeEngine("b", generated([4, 9]))
+    answer = with_engines([broken, sound], lambda client, _: turn(client, prefer="a"))
+    assert (answer.token_ids, answer.engine, answer.retries) == ([4, 9], "b", 1)
+    assert broken.bodies == sound.bodies
+
+
+def test_an_aborted_turn_goes_on_from_its_tokens_and_keeps_each_tokens_version():
+    engine = FakeEngine("a", generated([4, 5], "abort"), generated([6, 9], version="1.1"))
+    answer = with_engines([engine], lambda client, _: turn(client))
+    assert answer.token_ids == [4, 5, 6, 9] and answer.versions == [("1.0", 0, 2), ("1.1", 2, 4)]
+    assert engine.bodies[1]["input_ids"] == [1, 2, 3, 4, 5]
+    assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 6
+
+
+def test_retries_are_bounded_and_the_error_says_what_happened():
+    engine = FakeEngine("a", http_error(500))
+    with pytest.raises(EngineError, match=r"failed 3 times.*max_retries = 2.*engine a .*HTTP 500: out of luck"):
+        with_engines([engine], lambda client, _: turn(client))
+    assert len(engine.bodies) == 3
+
+
+def test_a_turn_waits_while_no_engine_is_clean_and_unreachable_engines_cost_no_attempt():
+    async def use(client, registry):
+        clean = registry[0]
+        registry[0] = replace(clean, state="dirty")
+        task = asyncio.create_task(turn(client))
+        await asyncio.sleep(0.5)
+        assert not task.done() and not engine.bodies
+        registry[0] = replace(clean, url="http://127.0.0.1:9")  # nobody listens there
+        await asyncio.sleep(1.5)
+        assert not task.done()
+        registry[0] = clean
+        return await task
+
+    engine = FakeEngine("a", generated([9]))
+    assert with_engines([engine], use, max_retries=0).retries == 0
+
+
+def test_an_answer_whose_parts_disagree_is_a_failed_attempt():
+    def lying(body):
+        meta = {"output_token_logprobs": [[-0.5, 4, None]], "weight_versions": [], "finish_reason": {"type": "stop"}}
+        return web.json_response({"output_ids": [4], "meta_info": meta})
+
+    with pytest.raises(EngineError, match="do not cover 1 tokens"):
+        with_engines([FakeEngine("a", lying)], lambda client, _: turn(client), max_retries=0)
+    with pytest.raises(EngineError, match="no tokens"):
+        with_engines([FakeEngine("a", generated([]))], lambda client, _: turn(client), max_retries=0)
+
+
+def test_a_refused_request_is_not_repeated():
+    engine = FakeEngine("a", http_error(400))
+    with pytest.raises(RequestRefused, match="refused a request: out of luck"):
+        with_engines([engine], lambda client, _: turn(client))
+    assert len(engine.bodies) == 1
+
+
+def test_every_field_that_shapes_the_distribution_is_sent():
+    engine = FakeEngine("a", generated([9]))
+    with_engines([engine], lambda client, _: turn(client))
+    assert engine.bodies[0]["return_logprob"] is True
+    assert engine.bodies[0]["sampling_params"] == {
+        "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0, "presence_penalty": 0.0, "max_new_tokens": 8, "stop_token_ids": [9],
+    }  # fmt: skip
+
+
+def test_turns_of_new_episodes_spread_over_engines():
+    engines = [FakeEngine("a", generated([9])), FakeEngine("b", generated([9]))]
+
+    async def use(client, _):
+        await asyncio.gather(*(turn(client) for _ in range(10)))
+
+    with_engines(engines, use)
+    assert [len(engine.bodies) for engine in engines] == [5, 5]
+
+
+# --- worker ---------------------------------------------------------------------------------------------------------
+
+
+def config(tmp_path: Path, environment: str, **rollout: Any) -> RunConfig:
+    return parse_config(
+        {
+            "name": "test",
+            "model": {"path": tmp_path, "device": "cpu"},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {"environment": f"{__name__}:{environment}", "concurrency": 2} | rollout,
+        }
+    )
+
+
+class OneTurn:
+    """Pays 1 for any action; prompts "crash" and "silent" misbehave."""
+
+    cancelled: ClassVar[list[str]] = []  # ids of tasks
+
+    def __init__(self, tokenizer: Any, prompt: int = 1) -> None:
+        self.prompt = prompt
+
+    async def run(self, session, task) -> None:
+        if task.prompt == "crash":
+            raise EnvironmentFailure("the sandbox is gone")
+        session.prompt([self.prompt])
+        if task.prompt == "silent":
+            return
+        if task.prompt == "endless":
+            while True:
+                await session.generate()
+        if task.prompt == "buggy":
+            raise KeyError("typo")
+        try:
+            await session.generate(4)
+        except asyncio.CancelledError:
+            self.cancelled.append(task.id)
+            raise
+        session.finish(1.0)
+
+
+class Digits:
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def half(task, transcript) -> float:
+    assert transcript == [("prompt", "1"), ("action", "4 9")]
+    return 0.5
+
+
+class FakeBuffer:
+    """Leases the given prompts once each, then waits for ever."""
+
+    def __init__(self, *prompts: str) -> None:
+        self.leases = [
+            Lease(str(i), "train", {"id": f"t{i}", "prompt": prompt, "label": 0, "extra": {}}, 0, 1, 60.0)
+            for i, prompt in enumerate(prompts)
+        ]
+        self.submitted, self.released, self.lost = [], [], set()
+        self.all_ended = asyncio.Event()
+        self._open = len(prompts)
+
+    def _end(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self.all_ended.set()
+
+    async def lease(self, worker_id, max_leases, wait):
+        if not self.leases:
+            await asyncio.sleep(3600)
+        given, self.leases = self.leases[:max_leases], self.leases[max_leases:]
+        return given
+
+    async def renew(self, visit_id, attempt):
+        if visit_id in self.lost:
+            raise BufferError(409, "the lease is lost")
+
+    async def release(self, visit_id, attempt, reason):
+        self.released.append((visit_id, attempt, reason))
+        self._end()
+
+    async def submit(self, trajectory):
+        self.submitted.append(trajectory)
+        self._end()
+        return "accepted"
+
+
+def work(
+    settings: RunConfig,
+    prompts: list[str],
+    engine: FakeEngine,
+    during: Callable[[FakeBuffer], Awaitable[None]] | None = None,
+) -> FakeBuffer:
+    """Let a worker play ``prompts`` until all visits have ended and ``during(buffer)`` has returned; then stop it."""
+
+    async def use(client, _):
+        buffer = FakeBuffer(*prompts)
+        worker = asyncio.create_task(Worker(settings, "w0", buffer, Player(settings, client, Digits())).run())
+        await (during(buffer) if during else buffer.all_ended.wait())
+        worker.cancel()
+        await asyncio.wait([worker], timeout=3)
+        assert worker.cancelled()
+        return buffer
+
+    return with_engines([engine], use, max_retries=0)
+
+
+def test_the_worker_plays_every_visit_and_submits_valid_trajectories(tmp_path):
+    buffer = work(config(tmp_path, "OneTurn"), ["p"] * 5, FakeEngine("a", generated([4, 9])))
+    assert [trajectory.validate(100, 10).total_reward for trajectory in buffer.submitted] == [1.0] * 5
+    assert {(t.run_id, t.kind, t.attempt) for t in buffer.submitted} == {("test", "train", 1)}
+    assert sorted(t.task_id for t in buffer.submitted) == ["t0", "t1", "t2", "t3", "t4"]
+    assert len({t.id for t in buffer.submitted}) == 5
+
+
+def test_what_the_environment_fails_is_recorded_with_its_reason_and_limits_truncate(tmp_path):
+    prompts = ["crash", "silent", "buggy", "endless"]
+    buffer = work(config(tmp_path, "OneTurn", max_turns=3), prompts, FakeEngine("a", generated([4, 9])))
+    ended = {prompt: next(t for t in buffer.submitted if t.task_id == f"t{i}") for i, prompt in enumerate(prompts)}
+    assert ended["crash"].failure == "the sandbox is gone"
+    assert "without calling session.finish" in ended["silent"].failure
+    assert ended["buggy"].failure == "KeyError: 'typo'"
+    assert ended["endless"].failure is None and ended["endless"].truncated and ended["endless"].num_tokens == 7
+
+
+def test_an_environment_that_only_fails_ends_the_worker(tmp_path):
+    async def use(client, _):
+        settings = config(tmp_path, "OneTurn", concurrency=200)
+        buffer = FakeBuffer(*["crash"] * 150)
+        await Worker(settings, "w0", buffer, Player(settings, client, Digits())).run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        with_engines([FakeEngine("a", generated([9]))], use)
+    assert "100 episodes in a row failed" in str(caught.value.exceptions[0])
+
+
+def test_engines_that_fail_an_episode_give_the_visit_back(tmp_path):
+    buffer = work(config(tmp_path, "OneTurn"), ["p"], FakeEngine("a", http_error(500)))
+    assert not buffer.submitted
+    assert buffer.released[0][:2] == ("0", 1) and "HTTP 500" in buffer.released[0][2]
+
+
+def test_a_reward_function_replaces_the_environments_reward(tmp_path):
+    settings = config(tmp_path, "OneTurn", reward=f"{__name__}:half")
+    assert work(settings, ["p"], FakeEngine("a", generated([4, 9]))).submitted[0].total_reward == 0.5
+
+
+def test_a_stopped_worker_gives_back_what_it_was_playing_and_a_lost_lease_ends_its_episode(tmp_path):
+    async def during(buffer):
+        await asyncio.sleep(0.2)
+        buffer.lost.add("0")
+        await eventually(lambda: OneTurn.cancelled == ["t0"])
+
+    OneTurn.cancelled.clear()
+    settings = config(tmp_path, "OneTurn")
+    settings = settings.model_copy(update={"buffer": settings.buffer.model_copy(update={"lease_seconds": 0.6})})
+    buffer = work(settings, ["p", "p"], FakeEngine("a", hanging), during)
+    assert not buffer.submitted
+    assert buffer.released == [("1", 1, "the worker stopped")]
+
+
+def test_an_import_path_that_leads_nowhere_is_a_sentence():
+    with pytest.raises(ConfigError, match=r"is not an import path; write package.module:name"):
+        load_object("nowhere", "rollout.environment")
+    with pytest.raises(ConfigError, match=r"rollout.reward = 'nowhere.at:all': no module named 'nowhere'"):
+        load_object("nowhere.at:all", "rollout.reward")
+    with pytest.raises(ConfigError, match="defines no 'Missing'"):
+        load_object(f"{__name__}:Missing", "rollout.environment")
+
+
+# --- server and sidecar ---------------------------------------------------------------------------------------------
+
+SERVER = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.dumps({"meta_info": {"weight_version": sys.argv[2]}}).encode()
+        self.send_response(200), self.send_header("content-length", str(len(body))), self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *arguments): pass
+print("listening", flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class FakeRegistry:
+    def __init__(self) -> None:
+        self.registered: list[str] = []
+        self.heartbeats = 0
+
+    async def register_engine(self, id: str, url: str, tp: int) -> None:
+        self.registered.append(url)
+
+    async def heartbeat_engine(self, id: str) -> None:
+        self.heartbeats += 1
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def make_sidecar(tmp_path, monkeypatch):
+    """A sidecar whose server is a few lines of http.server, and whose buffer is a FakeRegistry."""
+    monkeypatch.setenv("MEGATRON_SAO_TOKEN", "token")
+    monkeypatch.setenv("MEGATRON_SAO_BUFFER", "http://127.0.0.1:9")
+
+    def make(code: str, **engine: Any) -> tuple[sidecar.Sidecar, FakeRegistry]:
+        command = lambda config, port, model, version: ([sys.executable, "-c", code, str(port), version], {})  # noqa: E731
+        monkeypatch.setattr(sidecar, "sglang_command", command)
+        settings = config(tmp_path, "OneTurn").model_copy(update={"engine": EngineConfig(**engine)})
+        made = sidecar.Sidecar(settings, tmp_path, 0, 0)
+        made._buffer = FakeRegistry()
+        return made, made._buffer
+
+    return make
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    async with asyncio.timeout(seconds):
+        while not (value := condition()):
+            await asyncio.sleep(0.02)
+        return value
+
+
+def child_of_this_test() -> psutil.Process | None:
+    return next(iter(psutil.Process().children()), None)
+
+
+def test_the_sidecar_registers_its_server_and_registers_again_what_it_had_to_restart(make_sidecar):
+    made, registry = make_sidecar(SERVER)
+
+    async def run() -> None:
+        task = asyncio.create_task(made.run())
+        await eventually(lambda: len(registry.registered) == 1 and registry.heartbeats)
+        child_of_this_test().kill()
+        await eventually(lambda: len(registry.registered) == 2)
+        assert registry.registered[0] != registry.registered[1]
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert child_of_this_test() is None
+
+
+def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(make_sidecar):
+    made, registry = make_sidecar("import sys; print('out of memory'); sys.exit(3)", max_restarts=2)
+    with pytest.raises(ServerFailed, match=r"(?s)max_restarts = 2 .*exit code 3.*out of memory"):
+        asyncio.run(made.run())
+    assert registry.registered == []
+
+
+def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
+    port = sidecar.free_port("127.0.0.1")
+    server = SupervisedProcess("other", [sys.executable, "-c", SERVER, str(port), "7.7"], {}, tmp_path)
+    server.start()
+    try:
+        with pytest.raises(ServerFailed, match=r"serves weights '7.7', not '0.0'"):
+            asyncio.run(wait_until_serving(server, f"http://127.0.0.1:{port}", "token", "0.0", timeout=20))
+    finally:
+        server.kill()
+
+
+def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_SAO_TOKEN", "secret-token")
+    flags = {"mem_fraction_static": 0.5, "sleep_on_idle": False, "lora_paths": ["a", "b"], "enable_metrics": True}
+    settings = config(tmp_path, "OneTurn").model_copy(update={"engine": EngineConfig(sglang=flags)})
+    argv, env = sglang_command(settings, 1234, tmp_path, "0.0")
+    line = " ".join(argv)
+    assert "--mem-fraction-static 0.5" in line and line.count("--mem-fraction-static") == 1
+    assert "--sleep-on-idle" not in line and "--lora-paths a b" in line and line.endswith("--enable-metrics")
+    assert "--device cpu" in line and "cpu_stub" in env["PYTHONPATH"] and "secret-token" not in line
+    on_gpu = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
+    argv, env = sglang_command(on_gpu, 1234, tmp_path, "0.0")
+    assert "--device" not in argv and "SGLANG_USE_CPU_ENGINE" not in env
+    reserved = settings.model_copy(update={"engine": EngineConfig(sglang={"api_key": "x"})})
+    with pytest.raises(ConfigError, match=r"engine.sglang.api_key is set by the run itself"):
+        sglang_command(reserved, 1234, tmp_path, "0.0")

