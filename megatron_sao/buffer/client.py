@@ -166,7 +166,6 @@ class BufferClient:
     def __init__(self, url: str, token: str, timeout: float = 60.0, give_up_after: float = 120.0) -> None:
         self.token = token
         self.url = url.rstrip("/")
-        self.token = token
         self.timeout = timeout
         self.give_up_after = give_up_after
         self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)

@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
-from megatron_sao.data.tasks import load_tasks
+from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import VERSION, Trajectory, TrajectoryError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
@@ -416,18 +416,21 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
             free, so that clients find a restarted buffer, else any free one.
 
     Raises:
-        ConfigError: no token, no vocabulary, port in use. TaskError: unusable task files. StoreError: the store
-            is in use by another process.
+        ConfigError: no token, no vocabulary, unusable task files, port in use, store owned by another process.
     """
     token = os.environ.get("MEGATRON_SAO_TOKEN", "")
     if not token:
         raise ConfigError("MEGATRON_SAO_TOKEN is not set: the buffer serves nobody without a token; set it to a secret")
-    tasks = load_tasks(config.data.train)
-    eval_tasks = load_tasks(config.data.eval) if config.data.eval else []
     vocab_size = _vocab_size(config.model.path)
     host = config.buffer.host if host is None else host
     listener = _listen(host, config.buffer.port if port is None else port, run_dir / "buffer.json")
-    service = Service(Store(run_dir / "buffer", config, tasks, eval_tasks), config, vocab_size)
+    try:
+        eval_tasks = load_tasks(config.data.eval) if config.data.eval else []
+        store = Store(run_dir / "buffer", config, load_tasks(config.data.train), eval_tasks)
+    except (TaskError, StoreError) as error:
+        listener.close()
+        raise ConfigError(str(error)) from error
+    service = Service(store, config, vocab_size)
     settings = uvicorn.Config(
         create_app(service, token), log_level="warning", access_log=False, timeout_graceful_shutdown=3,
         timeout_keep_alive=60,

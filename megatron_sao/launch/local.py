@@ -32,7 +32,7 @@ POLL_SECONDS = 0.2
 MIN_FREE_BYTES = 10**9
 EXIT_CONFIG = 2  # a child that ends with it would end the same way again
 # torchrun closes a failed rank's output with a report of its own, which says nothing about the cause.
-TORCHRUN_REPORT = r"^.*torch/distributed/elastic/.*failed \(exitcode"
+TORCHRUN_REPORT = r"^.*torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)"
 
 
 def main(config: RunConfig, run_dir: Path) -> int:

@@ -53,7 +53,10 @@ def sglang_command(config: RunConfig, port: int, model_path: Path, version: str)
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "log_level": "warning",  # at "info" every request costs a line
     }
-    env = os.environ | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else /health hangs while a push is on
+    env = os.environ | {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health hangs while a push is on
+        "PYTHONWARNINGS": "ignore",  # the server's last words should be its reason, not a deprecation
+    }
     if serves_on_cpu(config):
         flags |= _cpu_flags(config)
         env |= _cpu_environment(config, env)
@@ -75,7 +78,6 @@ def _cpu_flags(config: RunConfig) -> dict[str, Any]:
         "mem_fraction_static": 0.3,
         "max_running_requests": episodes,
         "max_total_tokens": 2 * max(episodes, 16) * config.rollout.max_tokens,  # as much again for cached prefixes
-        "skip_server_warmup": True,  # nothing to compile, and its token ids may be outside a tiny vocabulary
     }
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_sao.buffer.client import AsyncBufferClient, BufferClient, BufferError, BufferUnavailable
 from megatron_sao.buffer.server import main
+from megatron_sao.buffer.store import Store
 from megatron_sao.config import ConfigError, dump_config
 from tests.trajectories import make_config, make_trajectory
 
@@ -334,7 +335,7 @@ def test_metrics_are_in_the_prometheus_format(shared):
     assert all(line.startswith("# TYPE ") or len(line.split(" ")) == 2 for line in lines)
 
 
-def test_a_port_in_use_a_missing_token_and_a_missing_model_are_named_before_anything_starts(tmp_path, monkeypatch):
+def test_whatever_keeps_the_buffer_from_starting_is_a_sentence(tmp_path, monkeypatch):
     config = Buffer(tmp_path).config
     with socket.socket() as occupant:
         occupant.bind(("127.0.0.1", 0))
@@ -343,6 +344,9 @@ def test_a_port_in_use_a_missing_token_and_a_missing_model_are_named_before_anyt
         monkeypatch.setenv("MEGATRON_SAO_TOKEN", TOKEN)
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
             main(config, tmp_path, "127.0.0.1", port)
+    Store(tmp_path / "buffer", config, [], []).close()
+    with pytest.raises(ConfigError, match="filled from other tasks"):
+        main(config, tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"gives no vocab_size"):
         main(config, tmp_path)

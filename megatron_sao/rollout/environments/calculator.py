@@ -14,10 +14,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_sao.data.tasks import Task
-from megatron_sao.rollout.session import Session
+
+if TYPE_CHECKING:
+    from megatron_sao.rollout.session import Session
 
 ALPHABET = "_0123456789+-*()=<>;A.E"  # the first is padding
 CALL_END, ANSWER_END = ">", "."

@@ -1,0 +1,50 @@
+"""On PYTHONPATH this replaces the parts that the launcher starts by stand-ins; the command line stays the real one.
+
+FAKE_<PART> holds the words that say what the part does, FAKE_PIDS is a folder that gets a file per process.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+
+def part(name: str):
+    def main(*_arguments: object) -> int:
+        Path(os.environ["FAKE_PIDS"], f"{name}.{os.getpid()}").touch()
+        for word in os.environ.get(f"FAKE_{name.upper()}", "sleep").split():
+            if word == "stubborn":
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            elif word == "detach":
+                child = subprocess.Popen(
+                    [sys.executable, "-Sc", "import time; time.sleep(300)"], start_new_session=True
+                )
+                Path(os.environ["FAKE_PIDS"], f"{name}-child.{child.pid}").touch()
+            elif word == "fail":
+                raise ArithmeticError(f"the {name} has had enough")
+            elif word == "misconfigured":
+                from megatron_sao.config import ConfigError
+
+                raise ConfigError(f"the {name} cannot run this")
+            elif word == "succeed":
+                time.sleep(1)
+                return 0
+        time.sleep(300)
+        return 0
+
+    return types.SimpleNamespace(main=main)
+
+
+if "FAKE_PIDS" in os.environ:
+    for package, modules in {
+        "buffer": {"server": "buffer"},
+        "rollout": {"worker": "worker", "engine": "engine"},
+        "trainer": {"main": "trainer"},
+    }.items():
+        stand_in = types.ModuleType(f"megatron_sao.{package}")
+        for module, name in modules.items():
+            setattr(stand_in, module, part(name))
+        sys.modules[stand_in.__name__] = stand_in

@@ -1,0 +1,99 @@
+"""The run configuration: what is accepted, and what an error says."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_sao.config import ConfigError, dump_config, load_config, parse_config
+
+MINIMAL = {
+    "name": "a-run",
+    "model": {"path": "models/tiny"},
+    "data": {"train": "data/train.jsonl"},
+    "rollout": {"environment": "package.module:Environment"},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_config(parse_config(MINIMAL)))
+    return path
+
+
+def test_a_dumped_config_loads_to_an_equal_one(path):
+    assert load_config(path) == parse_config(MINIMAL)
+
+
+def test_the_papers_settings_are_the_defaults():
+    algorithm = parse_config(MINIMAL).algorithm
+    assert (algorithm.eps_low, algorithm.eps_high, algorithm.critic_updates, algorithm.lambda_alpha) == (
+        0.3,
+        5.0,
+        2,
+        1.5,
+    )
+
+
+def test_overrides_are_yaml_values_and_reach_any_depth(path):
+    overrides = [
+        "rl.policy_optimizer.lr=3e-4",
+        "engine.sglang.mem_fraction_static=0.2",
+        "value.steps=7",
+        "eval.every=0",
+    ]
+    config = load_config(path, overrides)
+    assert config.rl.policy_optimizer.lr == 3e-4
+    assert config.engine.sglang == {"mem_fraction_static": 0.2}
+    assert config.value.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl.batchsize=3", "unknown key 'rl.batchsize'; the nearest known key is 'batch_size'"),
+        ("rll.steps=3", "unknown key 'rll'; the nearest known key is 'rl'"),
+        ("rl.policy_optimizer.learning_rate=1", "unknown key 'rl.policy_optimizer.learning_rate'"),
+        ("rl.batch_size=many", "'rl.batch_size' = 'many'"),
+        ("rl.batch_size=0", "'rl.batch_size' = 0"),
+        ("name=a run", "'name' = 'a run'"),
+        ("rl.steps", "expected section.field=value"),
+        ("name.first=a", "'name' is a value, not a section"),
+        ("rl.steps=[", "the value is not valid YAML"),
+        ("rollout.sampling.top_p=0.9", "use top_p=1.0 and top_k=-1"),
+        ("parallel={tp: 2, world_size: 3}", "world_size=3 is not a multiple of tp·pp·cp=2"),
+        ("parallel={ep: 4, world_size: 2}", "world_size=2 is not a multiple of etp·ep·pp=4"),
+    ],
+)
+def test_an_error_names_the_field_the_value_and_the_remedy(path, override, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [override])
+    assert message in str(error.value)
+
+
+def test_a_missing_section_is_named():
+    with pytest.raises(ConfigError, match="'model' is required and missing"):
+        parse_config({key: value for key, value in MINIMAL.items() if key != "model"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must hold a mapping of sections, not list"),
+        ("a: [", "is not valid YAML"),
+        (None, "cannot read the config"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_config_cannot_be_changed_after_it_was_checked(path):
+    config = load_config(path)
+    with pytest.raises(ValueError, match="frozen"):
+        config.rl.steps = 3

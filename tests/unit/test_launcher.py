@@ -1,0 +1,151 @@
+"""What ``megatron-sao run`` checks before it starts anything, and how it reads the metrics."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_sao.cli import main as cli
+from megatron_sao.config import ConfigError, RunConfig, dump_config, parse_config
+from megatron_sao.launch import local
+from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.launch.progress import Metrics, clock
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text("")
+    return make(tmp_path)
+
+
+def make(tmp_path: Path, **sections: dict) -> RunConfig:
+    base = {
+        "name": "a-run",
+        "model": {"path": tmp_path / "model"},
+        "data": {"train": tmp_path / "tasks.jsonl"},
+        "rollout": {"environment": "none:None"},
+    }
+    return parse_config(base | sections)
+
+
+def test_a_complete_config_passes_and_gets_distinct_ports(config, tmp_path):
+    local.check_inputs(config)
+    local.check_run_dir(config, tmp_path / "runs" / "new")
+    ports = local.choose_ports(make(tmp_path, engine={"count": 3}))
+    assert len(set(ports)) == 4 and all(ports)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "/nowhere/model"}}, "model.path = /nowhere/model is not a directory"),
+        ({"data": {"train": "/nowhere/t.jsonl"}}, "data.train = /nowhere/t.jsonl is not a file"),
+        ({"sft": {"steps": 5}}, "sft.steps = 5 needs demonstrations"),
+        ({"parallel": {"world_size": 2}}, "parallel.nproc_per_node = 1 and world_size = 2"),
+    ],
+)
+def test_what_is_missing_is_named(config, tmp_path, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        local.check_inputs(make(tmp_path, **sections))
+
+
+def test_a_model_directory_without_config_json_is_named(config, tmp_path):
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model holds no config\.json"):
+        local.check_inputs(config)
+
+
+def test_a_port_in_use_is_named(tmp_path, config):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"buffer\.port = {port}: cannot listen on 127\.0\.0\.1:{port}"):
+            local.choose_ports(make(tmp_path, buffer={"port": port}))
+
+
+def test_two_parts_with_one_port_are_refused(tmp_path, config):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"engine\.port = {port}"):
+        local.choose_ports(make(tmp_path, buffer={"port": port}, engine={"port": port}))
+
+
+def test_a_run_is_resumed_only_with_the_config_it_began_with(tmp_path, config):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    local.check_run_dir(config, run_dir)
+    with pytest.raises(ConfigError, match=r"rl\.steps = 7 now, but 1000 in .*config\.yaml"):
+        local.check_run_dir(make(tmp_path, rl={"steps": 7}), run_dir)
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path, config):
+    with pytest.raises(ConfigError, match=r"holds no config\.yaml"):
+        local.check_run_dir(config, tmp_path)
+
+
+def test_a_config_error_is_one_sentence_and_exit_code_2(tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text("name: x\nrll: {}\n")
+    assert cli(["run", str(tmp_path / "bad.yaml")]) == 2
+    assert "unknown key 'rll'; the nearest known key is 'rl'" in capsys.readouterr().err
+
+
+def test_gpus_are_divided_where_there_are_enough_and_shared_otherwise(tmp_path, config, monkeypatch):
+    launcher = local.Launcher(config, tmp_path, [1, 2])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert launcher._gpu_shares([2, 1]) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6"}]
+    assert launcher._gpu_shares([2, 2]) == [{}, {}]
+
+
+def test_last_words_are_those_of_the_last_start(tmp_path):
+    script = (
+        "import sys; print('first'); print('cause'); print('x torch/distributed/elastic/a.py failed (exitcode: 1)')"
+    )
+    process = SupervisedProcess("p", [sys.executable, "-c", script], dict(os.environ), tmp_path, 1)
+    for start in (process.start, process.restart):
+        start()
+        assert process.wait(time.monotonic() + 30)
+    assert process.last_words().splitlines()[0] == "first" and len(process.last_words().splitlines()) == 3
+    assert process.last_words(1).startswith("x torch")
+    process.epilogue = local.TORCHRUN_REPORT
+    assert process.last_words().splitlines() == ["first", "cause"]
+    assert process.log.read_text().count("first") == 2
+
+
+def test_metrics_are_read_as_they_grow(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, {"sft": 10, "rl": 100})
+    assert metrics.describe() == "starting"
+    events = [{"stage": "sft", "step": 10, "time": 5.0, "train/loss": 0.5}]
+    for step in range(1, 5):
+        times = {"time/wait": 3.0, "time/policy": 1.0}
+        events.append({"stage": "rl", "step": step, "time": 10.0 * step, "train/success_rate": step / 10, **times})
+    events.append({"stage": "rl", "step": 4, "time": 41.0, "eval/success_rate": 0.25})
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    path.write_text(text[:-9])
+    assert metrics.read() and metrics.evals == {}
+    path.write_text(text)
+    metrics.read()
+    assert metrics.evals == {("rl", 4): 0.25}
+    assert metrics.eta() == 96 * 10.0
+    assert metrics.time_shares() == [("wait", 0.75), ("policy", 0.25)]
+    expected = "rl 4/100 | success 0.400 | held-out 0.250 at rl 4 | time wait 75% policy 25% | ETA 16:00"
+    assert metrics.describe() == expected
+
+
+def test_a_later_line_for_a_step_wins(tmp_path):
+    lines = [{"stage": "rl", "step": 4, "time": 1.0, "eval/success_rate": rate} for rate in (0.1, 0.2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = Metrics(tmp_path / "metrics.jsonl", {})
+    metrics.read()
+    assert metrics.evals == {("rl", 4): 0.2}
+
+
+def test_durations_read_like_a_clock():
+    assert [clock(seconds) for seconds in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
