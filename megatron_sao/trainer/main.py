@@ -54,7 +54,6 @@ class Run:
     def __init__(self, config: RunConfig, run_dir: Path, batches_dir: Path | None, backend: Backend) -> None:
         self.config, self.run_dir, self.backend = config, run_dir, backend
         self.model = read_hf_model(config.model.path)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.world = World.current(backend.device, config.parallel)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
@@ -176,7 +175,8 @@ class Run:
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:
             raise ConfigError(f"sft.steps = {self.config.sft.steps} needs data.sft; name a file of demonstrations")
-        return Demonstrations(self.config.data.sft, self.tokenizer, self.config.seed)
+        tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
+        return Demonstrations(self.config.data.sft, tokenizer, self.config.seed)
 
 
 def _buffer_client() -> BufferClient:

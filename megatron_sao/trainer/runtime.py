@@ -29,13 +29,21 @@ def start_runtime(
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(_free_port())
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != parallel.world_size:
-        raise ConfigError(
-            f"{world_size} ranks were started, but parallel.world_size = {parallel.world_size}; start as many or set it"
-        )
     backend = start_backend(model.device, model.layers)
     dist.init_process_group(backend.distributed_backend, timeout=timedelta(minutes=timeout_minutes))
+    set_layout(parallel, seed)
+    torch.use_deterministic_algorithms(deterministic)
+    return backend
+
+
+def set_layout(parallel: ParallelConfig, seed: int) -> None:
+    """Divide the world into Megatron's groups, in place of the ones there may have been. Collective."""
+    if dist.get_world_size() != parallel.world_size:
+        raise ConfigError(
+            f"{dist.get_world_size()} ranks were started, but parallel.world_size = {parallel.world_size}; "
+            "start as many or set it"
+        )
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -45,10 +53,7 @@ def start_runtime(
         expert_tensor_parallel_size=parallel.etp,
     )
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-    return backend
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def stop_runtime() -> None:

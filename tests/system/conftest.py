@@ -52,7 +52,7 @@ def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactor
     process.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=240))
+        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=420))
         yield Server(EngineInfo("e0", url, "clean", INITIAL_VERSION, 1, 0.0), config, process)
     finally:
         process.kill()

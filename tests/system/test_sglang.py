@@ -23,7 +23,7 @@ from megatron_sao.rollout.worker import load_tokenizer
 from megatron_sao.weights.push import EngineLink, push_weights
 from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
 
 SAMPLING = SamplingConfig()
 ROLLOUT = RolloutConfig(environment="unused:Unused", max_tokens=128, max_turns=6)

@@ -48,23 +48,41 @@ def operate(left: int, operator: str, right: int) -> int:
     return left + right if operator == "+" else left - right if operator == "-" else left * right
 
 
-def calls(expression: Expression) -> tuple[list[int], list[int]]:
-    """Operator positions the calculator would act on, as (sound, unsound): a sound one preserves the value.
+def is_sound(expression: Expression, i: int) -> bool:
+    """Whether precedence, associativity and parentheses allow the operator at ``i`` to be evaluated first."""
+    before = expression[i - 2] if i >= 2 else "("
+    after = expression[i + 2] if i + 2 < len(expression) else ")"
+    binds_left = before == "(" or (_PRECEDENCE[before] < _PRECEDENCE[expression[i]])
+    return binds_left and (after == ")" or _PRECEDENCE[after] <= _PRECEDENCE[expression[i]])
 
-    Only first occurrences count, because those are what the calculator replaces.
+
+def evaluate(expression: Expression) -> int:
+    """The value of an expression."""
+    while len(expression) > 1:
+        expression = reduce_at(expression, next(i for i in _operations(expression) if is_sound(expression, i)))
+    return expression[0]
+
+
+def calls(expression: Expression) -> tuple[list[int], list[int]]:
+    """Operator positions the calculator would act on, as (sound, harmful): a harmful one changes the value.
+
+    Only first occurrences count, because those are what the calculator replaces. Calls that break a rule without
+    changing the value, as in ``1+2+3=``, are in neither list.
     """
-    sound, unsound, seen = [], [], set()
-    for i in range(1, len(expression) - 1):
-        left, operator, right = operation = tuple(expression[i - 1 : i + 2])
-        if operator not in _PRECEDENCE or isinstance(left, str) or isinstance(right, str) or operation in seen:
-            continue
-        seen.add(operation)
-        before = expression[i - 2] if i >= 2 else "("
-        after = expression[i + 2] if i + 2 < len(expression) else ")"
-        binds_left = before == "(" or _PRECEDENCE[before] < _PRECEDENCE[operator]
-        binds_right = after == ")" or _PRECEDENCE[after] <= _PRECEDENCE[operator]
-        (sound if binds_left and binds_right else unsound).append(i)
-    return sound, unsound
+    operations = [expression[i - 1 : i + 2] for i in _operations(expression)]
+    first = [i for n, i in enumerate(_operations(expression)) if expression[i - 1 : i + 2] not in operations[:n]]
+    value = evaluate(expression)
+    sound = [i for i in first if is_sound(expression, i)]
+    return sound, [i for i in first if i not in sound and evaluate(reduce_at(expression, i)) != value]
+
+
+def _operations(expression: Expression) -> list[int]:
+    """Positions of operators between two numbers."""
+    return [
+        i
+        for i in range(1, len(expression) - 1)
+        if expression[i] in _PRECEDENCE and isinstance(expression[i - 1], int) and isinstance(expression[i + 1], int)
+    ]
 
 
 def reduce_at(expression: Expression, i: int) -> Expression:
@@ -75,22 +93,21 @@ def reduce_at(expression: Expression, i: int) -> Expression:
     return out
 
 
-def apply_call(expression: Expression, action: str) -> tuple[str, Expression, bool]:
-    """Let the calculator act on the text of a turn. Returns (observation, new expression, was the call sound).
+def apply_call(expression: Expression, action: str) -> tuple[str, Expression]:
+    """Let the calculator act on the text of a turn. Returns (observation, new expression).
 
     Anything but ``<number operator number>`` with an operation that stands in the expression, and a result of at most
     ``LARGEST_RESULT``, is answered by ``ERROR`` and changes nothing.
     """
     match = _CALL.fullmatch(action)
     if match is None:
-        return ERROR, expression, False
+        return ERROR, expression
     operation = [int(match[1]), match[2], int(match[3])]
-    sound, unsound = calls(expression)
-    i = next((i for i in sound + unsound if expression[i - 1 : i + 2] == operation), None)
+    i = next((i for i in _operations(expression) if expression[i - 1 : i + 2] == operation), None)
     if i is None or abs(operate(*operation)) > LARGEST_RESULT:
-        return ERROR, expression, False
+        return ERROR, expression
     reduced = reduce_at(expression, i)
-    return render(reduced), reduced, i in sound
+    return render(reduced), reduced
 
 
 def answer(action: str) -> int | None:
@@ -100,7 +117,7 @@ def answer(action: str) -> int | None:
 
 
 def expressions(rng: random.Random, operations: tuple[int, int], largest: int) -> Iterator[tuple[Expression, int]]:
-    """Endless (expression, value) pairs on which planning matters: some possible first call is unsound.
+    """Endless (expression, value) pairs on which planning matters: some possible first call is harmful.
 
     Args:
         operations: fewest and most operations of one expression.
@@ -113,8 +130,7 @@ def expressions(rng: random.Random, operations: tuple[int, int], largest: int) -
         built = _build(rng, count, operands, largest)
         if built is not None:
             expression, _, value = built
-            sound, unsound = calls(expression)
-            if sound and unsound:
+            if all(calls(expression)):
                 yield expression, value
 
 
@@ -143,18 +159,18 @@ def demonstration(rng: random.Random, expression: Expression, noise: float) -> l
     """One trace as (text, is it the policy's) segments; None if the calculator refuses or no sound call is left.
 
     Args:
-        noise: per turn, the probability of an unsound call where one is possible. With ``noise=0`` the trace earns the
-            reward; with more, the trace goes on as if nothing happened and ends in a (mostly) wrong answer.
+        noise: per turn, the probability of a harmful call where one is possible. With ``noise=0`` the trace earns the
+            reward; after a harmful call it goes on as if nothing had happened and ends in a wrong answer.
     """
     segments: list[tuple[str, bool]] = []
     while len(expression) > 1:
-        sound, unsound = calls(expression)
-        choices = unsound if unsound and rng.random() < noise else sound[:1]
+        sound, harmful = calls(expression)
+        choices = harmful if harmful and rng.random() < noise else sound[:1]
         if not choices:
             return None
         i = rng.choice(choices)
         action = f"<{''.join(map(str, expression[i - 1 : i + 2]))}>"
-        observation, expression, _ = apply_call(expression, action)
+        observation, expression = apply_call(expression, action)
         if observation == ERROR:
             return None
         segments += [(action, True), (observation, False)]
@@ -173,18 +189,18 @@ class Calculator:
         self._stops = self._encode(CALL_END + ANSWER_END)
 
     async def run(self, session: Session, task: Task) -> None:
-        """Play one episode. Session metrics: ``malformed_calls`` and ``unsound_calls``, counts of the policy's errors."""
+        """Play one episode. Session metrics: ``malformed_calls`` and ``planned_wrong`` (a call changed the value)."""
         expression = parse(task.prompt)
-        session.metrics |= {"malformed_calls": 0.0, "unsound_calls": 0.0}
+        session.metrics |= {"malformed_calls": 0.0, "planned_wrong": 0.0}
         session.prompt(self._encode(task.prompt))
         while True:
             action = self._tokenizer.decode(await session.generate(stop_token_ids=self._stops))
             if action.endswith(ANSWER_END):
                 session.finish(float(answer(action) == task.label))
                 return
-            observation, expression, sound = apply_call(expression, action)
-            if not sound:
-                session.metrics["malformed_calls" if observation == ERROR else "unsound_calls"] += 1
+            observation, expression = apply_call(expression, action)
+            session.metrics["malformed_calls"] += observation == ERROR
+            session.metrics["planned_wrong"] = float(evaluate(expression) != task.label)
             session.observe(self._encode(observation))
 
     def _encode(self, text: str) -> list[int]:

@@ -1,0 +1,102 @@
+"""Whole training runs of one rank on recorded batches."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sao.config import ConfigError
+from megatron_sao.models.backend import Backend
+from megatron_sao.trainer.checkpoint import CheckpointError
+from megatron_sao.trainer.main import Run
+from megatron_sao.weights.load import HFTensors
+from tests.distributed.offline import RL_STEPS, offline_config, read_metrics, write_batches
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_batches(tmp_path_factory.mktemp("batches"))
+
+
+@pytest.fixture(scope="module")
+def finished(world: Backend, glm4_moe: Path, batches: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of an uninterrupted run."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    Run(offline_config(glm4_moe), run_dir, batches, world).run()
+    return run_dir
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    source = HFTensors(run_dir / "hf")
+    return {name: source[name] for name in source.names()}
+
+
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
+    world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    Run(offline_config(glm4_moe), tmp_path, batches, world).run()
+    shutil.rmtree(tmp_path / "checkpoints" / f"rl-{RL_STEPS}")
+    (tmp_path / "checkpoints" / "latest").write_text("rl-2\n")
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "metrics.jsonl").unlink()
+    Run(offline_config(glm4_moe), tmp_path, batches, world).run()
+    expected, resumed = read_metrics(finished), read_metrics(tmp_path)
+    assert set(resumed) == {("rl", 2), ("rl", 3)}
+    assert all(resumed[key] == expected[key] for key in resumed)
+    for name, tensor in weights(finished).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+
+
+def test_the_loss_and_gradients_do_not_depend_on_the_split_into_micro_batches(
+    world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    config = offline_config(glm4_moe, parallel={"max_tokens_per_microbatch": 32})
+    Run(config, tmp_path, batches, world).run()
+    expected, split = read_metrics(finished), read_metrics(tmp_path)
+    for key, metrics in expected.items():
+        for name in ("train/policy_loss", "train/value_loss", "train/policy_grad_norm", "train/critic_grad_norm"):
+            if name in metrics:
+                assert split[key][name] == pytest.approx(metrics[name], rel=1e-4), (key, name)
+    assert 0 < expected["rl", 0]["dis/accepted_fraction"] < 1, "the batch must exercise acceptance and rejection"
+
+
+def test_rl_freezes_the_critics_attention_bit_for_bit_and_gives_it_no_optimizer_state(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    run = Run(offline_config(glm4_moe), tmp_path, batches, world)
+    run._run_stage("value", 0)
+    stage = run._rl_stage(0)
+    (critic,) = stage.critic.trainable.chunks
+    before = {name: parameter.clone() for name, parameter in critic.named_parameters()}
+    from megatron_sao.trainer.loop import run_rl
+
+    run_rl(stage, 2, 0)
+    changed = {name for name, parameter in critic.named_parameters() if not torch.equal(parameter, before[name])}
+    trainable = {name for name in before if ".mlp." in name or name.startswith("output_layer.")}
+    assert changed == {name for name in trainable if "experts" not in name or name in changed}
+    assert "output_layer.weight" in changed
+    assert any("linear_fc1" in name for name in changed)
+    assert not any("self_attention" in name or "norm" in name or "embedding" in name for name in changed)
+    for name, parameter in critic.named_parameters():
+        assert hasattr(parameter, "main_grad") == parameter.requires_grad == (name in trainable), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    world: Backend, llama: Path, batches: Path, finished: Path
+) -> None:
+    run = Run(offline_config(llama), finished, batches, world)
+    with pytest.raises(CheckpointError, match=r"another config\.json"):
+        run.run()
+
+
+def test_without_a_buffer_and_without_batches_the_trainer_says_what_is_missing(
+    world: Backend, glm4_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MEGATRON_SAO_BUFFER", raising=False)
+    with pytest.raises(ConfigError, match="MEGATRON_SAO_BUFFER.*--batches"):
+        Run(offline_config(glm4_moe), tmp_path, None, world)

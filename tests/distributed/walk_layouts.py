@@ -1,0 +1,43 @@
+"""Run under torchrun with two ranks: the same recorded training under every layout of two ranks, one after another.
+
+    torchrun --nproc-per-node 2 -m tests.distributed.walk_layouts MODEL BATCHES OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_sao.trainer.main import Run
+from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from tests.distributed.offline import offline_config
+
+LAYOUTS = {
+    "dp2": {},
+    "dp2_distributed_optimizer": {"distributed_optimizer": True},
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "ep2": {"ep": 2},
+}
+
+
+def main(model: Path, batches: Path, out: Path) -> None:
+    backend = None
+    for name, layout in LAYOUTS.items():
+        parallel = {"world_size": 2, "nproc_per_node": 2, "max_tokens_per_microbatch": 64} | layout
+        config = offline_config(model, parallel=parallel)
+        if backend is None:
+            backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
+        else:
+            set_layout(config.parallel, config.seed)
+        if dist.get_rank() == 0:
+            (out / name).mkdir(parents=True)
+        dist.barrier()
+        Run(config, out / name, batches, backend).run()
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:]))
