@@ -91,7 +91,8 @@ class AlgorithmConfig(Section):
     gamma: float = Field(1.0, gt=0, le=1)
     lambda_alpha: float = Field(1.5, gt=0)  # lambda_policy = 1 - 1 / (alpha * n)
     critic_updates: PositiveInt = 2  # K
-    critic_trainable: list[str] = [r"\.mlp\.", r"^output_layer\."]  # regexes on Megatron names, RL stage only
+    # Regexes on Megatron names, RL stage only: MLP and expert projections and the value head. Router and norms stay.
+    critic_trainable: list[str] = [r"\.mlp\..*linear_fc[12]\.(weight|bias)", r"^output_layer\."]
     value_clip: float | None = Field(None, gt=0)
     value_head_bias: float = 0.0  # where V starts; the mean reward is a good guess
     loss_denominator: Literal["action_tokens", "accepted_tokens", "trajectories"] = "action_tokens"
@@ -108,7 +109,6 @@ class SFTConfig(Section):
     steps: int = Field(0, ge=0)
     batch_size: PositiveInt = 64
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, weight_decay=0.01)
-    init: Literal["checkpoint", "random"] = "checkpoint"  # weights of model.path, or fresh ones from `seed`
 
 
 class ValueConfig(Section):

@@ -45,7 +45,7 @@ ARCHITECTURE = {
 EMBEDDING_STD = 1.0
 WEIGHT_GAIN = 0.8  # std = gain / sqrt(fan-in)
 RESIDUAL_GAIN = 0.35  # the same for what is added to the residual stream
-DATA = {"operations": (2, 3), "largest": 99, "train": 8192, "eval": 512, "sft": 20000, "noise": 0.6}
+DATA = {"operations": (2, 3), "largest": 99, "train": 8192, "eval": 512, "sft": 20000, "noise": 0.45}
 
 
 def write_model(directory: Path, seed: int) -> None:

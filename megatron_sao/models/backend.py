@@ -45,6 +45,11 @@ def start_backend(device: Literal["auto", "cpu", "cuda"], layers: Literal["nativ
         from megatron_sao.models.cpu import adapt_megatron
 
         adapt_megatron()
+    if layers == "native":
+        from megatron_sao.models.spec import vectorise_packed_rotary
+
+        vectorise_packed_rotary()
+    if not cuda:
         return Backend(torch.device("cpu"), "gloo", layers)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local_rank)

@@ -14,6 +14,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -118,6 +119,30 @@ class PackedSDPA(MegatronModule):
         return torch.cat(outputs).flatten(1)
 
 
+def vectorise_packed_rotary() -> None:
+    """Rotate all packed sequences at once. Unfused, upstream loops over them in Python, forward and backward: a third
+    of a step for short sequences. The arithmetic is the same; with context parallelism upstream's own code runs."""
+    original = attention.apply_rotary_pos_emb
+
+    def apply(
+        tensor: torch.Tensor,
+        freqs: torch.Tensor,
+        config: TransformerConfig,
+        cu_seqlens: torch.Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        if cu_seqlens is None or config.apply_rope_fusion or config.context_parallel_size > 1:
+            return original(tensor, freqs, config, cu_seqlens, mscale, cp_group, **options)
+        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+        positions = torch.arange(tensor.size(0), device=tensor.device) - starts
+        rotated = original(tensor.unsqueeze(1), freqs[positions], config, None, mscale, cp_group, **options)
+        return rotated.squeeze(1)
+
+    attention.apply_rotary_pos_emb = apply
+
+
 class NativeSpecProvider(LocalSpecProvider):
     """Megatron's local modules with the two parts that are ours."""
 
@@ -130,7 +155,7 @@ class NativeSpecProvider(LocalSpecProvider):
 
 def _layer_spec(config: TransformerConfig, is_moe: bool, provider: NativeSpecProvider) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    self_attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -146,7 +171,7 @@ def _layer_spec(config: TransformerConfig, is_moe: bool, provider: NativeSpecPro
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention,
+            self_attention=self_attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=get_mlp_module_spec_for_backend(

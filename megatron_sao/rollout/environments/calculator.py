@@ -134,9 +134,7 @@ def expressions(rng: random.Random, operations: tuple[int, int], largest: int) -
                 yield expression, value
 
 
-def _build(
-    rng: random.Random, count: int, operands: list[int], largest: int
-) -> tuple[Expression, int, int] | None:
+def _build(rng: random.Random, count: int, operands: list[int], largest: int) -> tuple[Expression, int, int] | None:
     """(expression, precedence of its outermost operator, value) with minimal parentheses; None if out of range."""
     if count == 0:
         value = operands.pop()

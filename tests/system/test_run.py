@@ -1,0 +1,149 @@
+"""The whole system on this machine: real Megatron-Core, real SGLang, the buffer, workers, weight pushes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tools.make_tiny_model import main as make_tiny_model
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+STEPS = 6
+EVAL_PROMPTS = 96
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model and data."""
+    path = tmp_path_factory.mktemp("demo") / "tiny"
+    make_tiny_model(["--out", str(path)])
+    return path
+
+
+def write_config(directory: Path, tiny: Path, **rl: Any) -> Path:
+    """The demo's config, cut down to seconds: no cold start, a few small steps."""
+    demo = Path(__file__).parents[2] / "model_configs" / "tiny_glm4_moe.yaml"
+    config = yaml.safe_load(demo.read_text())
+    config["model"]["path"] = str(tiny)
+    config["data"] = {name: str(tiny / f"{name}.jsonl") for name in ("train", "eval", "sft")}
+    config["sft"]["steps"] = 2
+    config["value"] |= {"steps": 1, "batch_size": 16}
+    config["rl"] |= {"steps": STEPS, "batch_size": 16} | rl
+    config["eval"] |= {"prompts": EVAL_PROMPTS, "every": 3}
+    config["checkpoint"] = {"save_interval": 2, "keep": 2}
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def start(config: Path, run_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron_sao.cli", "run", str(config), "--run-dir", str(run_dir)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps_done(run_dir: Path) -> list[int]:
+    return sorted({e["step"] for e in read_events(run_dir) if e["stage"] == "rl" and "train/policy_loss" in e})
+
+
+def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
+    return {e["step"]: e for e in read_events(run_dir) if "eval/success_rate" in e}
+
+
+def wait_for(condition: Any, launcher: subprocess.Popen[str], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert launcher.poll() is None, f"the run ended while waiting for {what}:\n{launcher.stdout.read()[-3000:]}"
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.1)
+
+
+def descendants(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+def running(name: str, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Descendants whose command line (or title, as SGLang's children set it) has ``name`` as a word."""
+    found = []
+    for process in descendants(launcher):
+        try:
+            if name in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(write_config(tmp_path, tiny, max_staleness=2), run_dir)
+    wait_for(lambda: steps_done(run_dir), launcher, 240, "first step")
+    family = descendants(launcher)
+    output, _ = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, output[-3000:]
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    assert steps_done(run_dir) == list(range(STEPS))
+    assert sorted(evaluations(run_dir)) == [0, 3, STEPS]
+    for evaluation in evaluations(run_dir).values():
+        assert evaluation["eval/prompts"] == EVAL_PROMPTS
+        assert evaluation["mismatch/tokens"] >= 1000
+        assert evaluation["mismatch/mean_abs_logprob_diff"] < 1e-5
+    steps = [e for e in read_events(run_dir) if e["stage"] == "rl" and "train/policy_loss" in e]
+    assert max(e["staleness/max"] for e in steps) <= 2
+    assert max(e["staleness/max"] for e in steps) >= 1, "rollouts must run ahead of training"
+    assert max(e["version/spans_max"] for e in steps) >= 2, "weights must change while trajectories are in flight"
+    assert (run_dir / "hf" / "model.safetensors").is_file()
+    assert list((run_dir / "tensorboard").iterdir())
+
+    again = start(run_dir.parent / "config.yaml", run_dir)
+    output, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, output[-3000:]
+    assert len([e for e in read_events(run_dir) if "train/policy_loss" in e]) == STEPS, "a finished run does no step"
+
+
+def test_kill_9_of_worker_buffer_engine_and_trainer_is_survived(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(write_config(tmp_path, tiny, max_staleness=3), run_dir)
+    try:
+        wait_for(lambda: steps_done(run_dir), launcher, 240, "first step")
+        for victim in ("rollout", "buffer", "sglang::scheduler", "train"):
+            done = len(read_events(run_dir))
+            (process, *_) = running(victim, launcher)
+            process.kill()
+            wait_for(lambda n=done: len(read_events(run_dir)) > n, launcher, 180, f"event after the kill of {victim}")
+        family = descendants(launcher)
+        output, _ = launcher.communicate(timeout=300)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, output[-3000:]
+    assert steps_done(run_dir) == list(range(STEPS))
+    assert STEPS in evaluations(run_dir)
+    assert evaluations(run_dir)[STEPS]["mismatch/mean_abs_logprob_diff"] < 1e-5
+    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_behind(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(write_config(tmp_path, tiny), run_dir)
+    wait_for(lambda: running("sglang::scheduler", launcher), launcher, 240, "engine")
+    family = descendants(launcher)
+    assert len(family) >= 6
+    os.kill(launcher.pid, 9)
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert len(gone) + len(alive) == len(family)
