@@ -26,6 +26,7 @@ from megatron_sao.launch.process import SupervisedProcess
 
 Result = tuple[Literal["ok", "warn", "FAIL"], str]
 ROOT = Path(__file__).parents[1]
+IMPORT_SECONDS = 600.0  # the first import after an installation compiles some ten thousand files
 
 _ALL_REDUCE = """
 import sys, torch, torch.distributed as dist
@@ -158,9 +159,9 @@ def check_all_reduce(backend: str, ranks: int) -> Result:
                 subprocess.Popen([*command, str(rank), *tails], stdout=output, stderr=output) for rank in range(ranks)
             ]
             try:
-                codes = [process.wait(120) for process in processes]
+                codes = [process.wait(IMPORT_SECONDS) for process in processes]
             except subprocess.TimeoutExpired:
-                return "FAIL", f"{ranks} ranks did not finish within 120 s"
+                return "FAIL", f"{ranks} ranks did not finish within {IMPORT_SECONDS:.0f} s"
             finally:
                 for process in processes:
                     process.kill()
@@ -177,7 +178,10 @@ def check_sglang_imports() -> Result:
     with tempfile.TemporaryDirectory() as folder:
         _, env = sglang_command(_tiny_config(Path(folder)), 1, Path(folder), "0.0")
     command = [sys.executable, "-c", "import sglang.srt.entrypoints.http_server"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "FAIL", f"not loaded within {IMPORT_SECONDS:.0f} s; free the CPU and try again"
     if done.returncode:
         return "FAIL", last_line(done.stderr)
     return "ok", f"sglang {importlib.metadata.version('sglang')}"

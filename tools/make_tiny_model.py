@@ -45,7 +45,7 @@ ARCHITECTURE = {
 EMBEDDING_STD = 1.0
 WEIGHT_GAIN = 0.8  # std = gain / sqrt(fan-in)
 RESIDUAL_GAIN = 0.35  # the same for what is added to the residual stream
-DATA = {"operations": (2, 3), "largest": 99, "train": 8192, "eval": 512, "sft": 20000, "noise": 0.45}
+DATA = {"operations": (2, 3), "largest": 99, "train": 8192, "eval": 512, "sft": 20000, "noise": 0.45, "slips": 0.1}
 
 
 def write_model(directory: Path, seed: int) -> None:
@@ -95,7 +95,9 @@ def write_data(directory: Path, seed: int) -> None:
     for name in ("eval", "train"):
         tasks = [{"prompt": prompt, "label": value} for prompt, (_, value) in islice(rest, DATA[name])]
         _write_lines(directory / f"{name}.jsonl", tasks)
-    traces = ((prompt, demonstration(rng, expression, DATA["noise"])) for prompt, (expression, _) in rest)
+    traces = (
+        (prompt, demonstration(rng, expression, DATA["noise"], DATA["slips"])) for prompt, (expression, _) in rest
+    )
     _write_lines(directory / "sft.jsonl", [{"prompt": prompt, "segments": trace} for prompt, trace in traces if trace])
 
 

@@ -58,13 +58,16 @@ class Metrics:
             self.stage, self.latest = event["stage"], {}
             self._times.clear()
             self._shares.clear()
-        self.step = event["step"]
+        trained = any(name.startswith("train/") for name in event)
+        self.step = event["step"] + trained  # steps done: training names the step it did, an evaluation the next one
         self.latest.update({name: value for name, value in event.items() if isinstance(value, (int, float))})
         if "eval/success_rate" in event:
             self.evals[event["stage"], event["step"]] = event["eval/success_rate"]
-        if any(name.startswith("train/") for name in event):
+        if trained:
             self._times.append(event["time"])
-            self._shares.append({name[5:]: event[name] for name in event if name.startswith("time/")})
+            parts = {name[5:]: event[name] for name in event if name.startswith("time/")}
+            parts.pop("step", None)  # their sum
+            self._shares.append(parts)
 
     def eta(self) -> float | None:
         """Seconds to the end of the stage at the recent pace (the median, so that a restart's gap does not count)."""
@@ -89,7 +92,7 @@ class Metrics:
         for name, label, form in (
             ("train/success_rate", "success", ".3f"),
             ("train/reward_mean", "reward", ".3f"),
-            ("train/loss", "loss", ".4f"),
+            ("train/sft_loss", "loss", ".4f"),
             ("staleness/max", "staleness", ".0f"),
             ("tokens_per_second", "tok/s", ",.0f"),
         ):

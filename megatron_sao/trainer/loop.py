@@ -117,6 +117,8 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
     config, settings = stage.config, stage.config.rl
     if first_step == 0:
         evaluate_if_live(stage, 0)
+    if steps == 0:
+        save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
     for step in range(first_step, steps):
         watch = Stopwatch()
         trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)

@@ -66,7 +66,8 @@ class Run:
         log.info("training starts at %s", start)
         for name in STAGES[start.stage_index :]:
             first_step = start.step if name == start.stage else 0
-            if first_step < self._steps(name):
+            # without any step there is still the policy to evaluate and to export
+            if first_step < self._steps(name) or (name == "rl" and self._steps(name) == 0):
                 self._run_stage(name, first_step)
             gc.collect()  # the next stage is built afresh, from the checkpoint
         self.metrics.close()

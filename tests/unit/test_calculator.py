@@ -133,6 +133,22 @@ def test_every_demonstration_without_noise_earns_the_reward_and_harmful_ones_do_
             assert session.metrics == {"malformed_calls": 0.0, "planned_wrong": noise}
 
 
+def test_slips_are_shown_with_their_error_and_never_learned():
+    slips = 0
+    for expression, value in islice(calc.expressions(random.Random(3), (2, 3), 99), 100):
+        segments = demonstration(random.Random(value), expression, slips=0.5)
+        if segments is None:
+            continue
+        session = play(calc.render(expression), value, [text for text, _ in segments if text[0] in "<A"])
+        assert session.rewarded == 1
+        assert session.heard[1:] == [text for text, _ in segments if text[0] not in "<A"]
+        learned = {text for text, trained in segments if trained}
+        shown = [segments[n - 1] for n, (text, _) in enumerate(segments) if text == ERROR]
+        assert all(not trained and slip not in learned for slip, trained in shown)
+        slips += len(shown)
+    assert slips > 30
+
+
 def test_a_malformed_call_is_counted_and_the_episode_goes_on():
     session = play("7+3=", 10, ["<3+7>", "<7+3>", "A10."])
     assert session.heard == ["7+3=", ERROR, "10="]
@@ -185,5 +201,5 @@ def test_making_the_model_again_changes_nothing_and_another_seed_does(tiny, tmp_
     before = weights.stat().st_mtime_ns
     tool().main(["--out", str(tiny)])
     assert weights.stat().st_mtime_ns == before
-    tool().main(["--out", str(tmp_path / "other"), "--seed", "1"])
-    assert (tmp_path / "other" / "model.safetensors").read_bytes() != weights.read_bytes()
+    tool().write_model(tmp_path, seed=1)
+    assert (tmp_path / "model.safetensors").read_bytes() != weights.read_bytes()

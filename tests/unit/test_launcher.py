@@ -122,7 +122,7 @@ def test_metrics_are_read_as_they_grow(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, {"sft": 10, "rl": 100})
     assert metrics.describe() == "starting"
-    events = [{"stage": "sft", "step": 10, "time": 5.0, "train/loss": 0.5}]
+    events = [{"stage": "sft", "step": 10, "time": 5.0, "train/sft_loss": 0.5}]
     for step in range(1, 5):
         times = {"time/wait": 3.0, "time/policy": 1.0}
         events.append({"stage": "rl", "step": step, "time": 10.0 * step, "train/success_rate": step / 10, **times})

@@ -153,12 +153,16 @@ def _build(rng: random.Random, count: int, operands: list[int], largest: int) ->
     return [*left_part, operator, *right_part], precedence, value
 
 
-def demonstration(rng: random.Random, expression: Expression, noise: float) -> list[tuple[str, bool]] | None:
-    """One trace as (text, is it the policy's) segments; None if the calculator refuses or no sound call is left.
+def demonstration(
+    rng: random.Random, expression: Expression, noise: float = 0.0, slips: float = 0.0
+) -> list[tuple[str, bool]] | None:
+    """One trace as (text, is it to be learned) segments; None if the calculator refuses or no sound call is left.
 
     Args:
-        noise: per turn, the probability of a harmful call where one is possible. With ``noise=0`` the trace earns the
+        noise: per turn, the probability of a harmful call where one is possible. Without noise the trace earns the
             reward; after a harmful call it goes on as if nothing had happened and ends in a wrong answer.
+        slips: per turn, the probability of a malformed call before the proper one. It is not to be learned: it shows
+            the error observation, so that the policy learns to go on after its own slips.
     """
     segments: list[tuple[str, bool]] = []
     while len(expression) > 1:
@@ -166,6 +170,11 @@ def demonstration(rng: random.Random, expression: Expression, noise: float) -> l
         choices = harmful if harmful and rng.random() < noise else sound[:1]
         if not choices:
             return None
+        if rng.random() < slips:
+            numbers = [token for token in expression if isinstance(token, int)]
+            slip = f"<{rng.choice(numbers)}{rng.choice('+-*')}{rng.choice(numbers)}>"
+            if apply_call(expression, slip)[0] == ERROR:
+                segments += [(slip, False), (ERROR, False)]
         i = rng.choice(choices)
         action = f"<{''.join(map(str, expression[i - 1 : i + 2]))}>"
         observation, expression = apply_call(expression, action)

@@ -1,0 +1,63 @@
+"""Native layers on one CUDA device. Needs torch with CUDA and megatron-core, nothing else of the pinned set's GPU part.
+
+Never run by CI, which has no GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none"),
+]
+
+
+@pytest.fixture(scope="module")
+def world():
+    from megatron_sao.config import ModelConfig, ParallelConfig
+    from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+
+    yield start_runtime(ModelConfig(path="unused"), ParallelConfig(), seed=0, deterministic=False)
+    stop_runtime()
+
+
+@pytest.mark.parametrize("write", ["write_glm4_moe", "write_llama"])
+def test_logits_on_cuda_equal_those_of_transformers_on_the_cpu(write: str, world, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import tests.tiny_models
+    from megatron_sao.config import ModelConfig, ParallelConfig
+    from megatron_sao.models.build import build_policy
+    from megatron_sao.models.hf import read_hf_model, transformer_config
+    from megatron_sao.trainer.microbatch import build_microbatches
+    from megatron_sao.trainer.trainable import forward_kwargs
+    from megatron_sao.weights.load import load_hf_weights
+    from tests.trajectories import make_trajectory
+
+    path = getattr(tests.tiny_models, write)(tmp_path / "model")
+    model = read_hf_model(path)
+    config = transformer_config(model, ModelConfig(path=path), ParallelConfig())
+    chunks = build_policy(model, config, "native")
+    load_hf_weights(chunks, model, config, "policy")
+    trajectory = make_trajectory()
+    (batch,) = build_microbatches([trajectory, trajectory], 0, 1, 1000, 1, world.device)
+    logits = chunks[0](**forward_kwargs(batch))[0].cpu()
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = reference(torch.from_numpy(trajectory.token_ids).long()[None]).logits[0]
+    torch.testing.assert_close(logits, torch.cat([expected, expected]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_on_recorded_batches_trains_on_cuda(world, tmp_path: Path) -> None:
+    from megatron_sao.trainer.main import Run
+    from tests.distributed.offline import RL_STEPS, offline_config, read_metrics, write_batches
+    from tests.tiny_models import write_glm4_moe
+
+    model = write_glm4_moe(tmp_path / "model")
+    Run(offline_config(model), tmp_path, write_batches(tmp_path / "batches"), world).run()
+    metrics = read_metrics(tmp_path)
+    assert ("rl", RL_STEPS - 1) in metrics
+    assert 0 < metrics["rl", 0]["train/policy_grad_norm"] < 100
