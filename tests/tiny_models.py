@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 23
 
@@ -29,6 +29,14 @@ def write_llama(path: Path, vocab_size: int = 31) -> Path:
         dtype="float32",
     )  # fmt: skip
     return _write(LlamaForCausalLM(config), path)
+
+
+def write_qwen3(path: Path) -> Path:
+    config = Qwen3Config(
+        vocab_size=29, hidden_size=40, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False, dtype="float32",
+    )  # fmt: skip
+    return _write(Qwen3ForCausalLM(config), path)
 
 
 def _write(model: PreTrainedModel, path: Path) -> Path:

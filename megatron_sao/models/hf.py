@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 
+MODEL_TYPES = ("glm4_moe", "llama", "qwen3")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -72,16 +73,19 @@ def read_hf_model(path: Path) -> HFModel:
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"model.path = '{path}': cannot read config.json ({error})") from error
     model = HFModel(path, raw, raw.get("model_type", ""))
-    if model.model_type not in ("glm4_moe", "llama"):
-        raise ConfigError(f"model_type {model.model_type!r} in {path}/config.json is none of glm4_moe, llama")
+    if model.model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"model_type {model.model_type!r} in {path}/config.json is none of those supported: {known}")
     if model.rope["rope_type"] != "default":
         raise ConfigError(f"rope_type {model.rope['rope_type']!r} in {path}/config.json is not implemented")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']!r} in {path}/config.json is not implemented: silu is")
     if raw.get("mlp_bias"):
         raise ConfigError(f"mlp_bias in {path}/config.json is not implemented")
-    if model.model_type == "llama" and raw.get("attention_bias"):
-        raise ConfigError(f"attention_bias of a llama in {path}/config.json is not implemented (o_proj has one too)")
+    if model.model_type != "glm4_moe" and raw.get("attention_bias"):
+        raise ConfigError(f"attention_bias in {path}/config.json: a bias of {model.model_type}'s o_proj is not implemented")
+    if raw.get("use_sliding_window"):
+        raise ConfigError(f"use_sliding_window in {path}/config.json is not implemented")
     if raw.get("quantization_config"):
         raise ConfigError(f"quantization_config in {path}/config.json: quantised weights cannot be read yet")
     if model.num_experts and not raw.get("norm_topk_prob", True):
@@ -99,7 +103,7 @@ def transformer_config(model: HFModel, settings: ModelConfig, parallel: Parallel
         "num_attention_heads": raw["num_attention_heads"],
         "num_query_groups": raw.get("num_key_value_heads") or raw["num_attention_heads"],
         "kv_channels": model.head_dim,
-        "qk_layernorm": bool(raw.get("use_qk_norm", False)),
+        "qk_layernorm": bool(raw.get("use_qk_norm", model.model_type == "qwen3")),
         "add_qkv_bias": bool(raw.get("attention_bias", False)),
         "add_bias_linear": False,
         "normalization": "RMSNorm",

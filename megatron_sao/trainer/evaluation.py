@@ -13,6 +13,9 @@ from megatron_sao.trainer.rollout_metrics import success
 from megatron_sao.trainer.trainable import reduce_stats
 
 
+EVAL_TEMPERATURE = 1.0  # whatever the rollouts are sampled at
+
+
 class EvaluationError(RuntimeError):
     """The engines do not serve the policy that the trainer holds, or too little was measured to tell."""
 
@@ -46,7 +49,7 @@ def evaluate(
 
 def _mismatch(batch: list[MicroBatch], policy: Policy, version: str, config: RunConfig) -> dict[str, float]:
     stats = []
-    for micro, current in zip(batch, policy.logprobs(batch), strict=False):  # nothing before the last stage
+    for micro, current in zip(batch, policy.logprobs(batch, EVAL_TEMPERATURE), strict=False):  # nothing before the last stage
         same = _sampled_under(micro, version) & micro.loss_mask
         difference = (current - micro.rollout_logprobs)[same].abs().double()
         stats.append(

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from megatron_sao.buffer.client import BufferClient
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
 from megatron_sao.distributed import broadcast_json
-from megatron_sao.launch.process import die_with_parent
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
@@ -40,7 +39,9 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
     Args:
         batches_dir: recorded batches to train on instead of the buffer's; needs no other process.
     """
-    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for noisy in ("megatron", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
     try:
         Run(config, run_dir, batches_dir, backend).run()

@@ -76,11 +76,11 @@ class Policy:
             "train/policy_lr": self.trainable.learning_rate,
         }
 
-    def logprobs(self, batch: list[MicroBatch]) -> list[torch.Tensor]:
+    def logprobs(self, batch: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Current log-probability of every token, ``[T]`` per micro-batch, on the last pipeline stage (else [])."""
 
         def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
-            output = self._forward(model, next(batches), self._temperature)
+            output = self._forward(model, next(batches), temperature)
             return output, lambda logprobs: (logprobs.sum(), torch.ones((), dtype=torch.int), {"out": logprobs[0]})
 
         return [stats["out"] for stats in self.trainable.forward(batch, step)]

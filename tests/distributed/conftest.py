@@ -10,7 +10,7 @@ import pytest
 from megatron_sao.config import ModelConfig, ParallelConfig
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
-from tests.tiny_models import write_glm4_moe, write_llama
+from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +28,8 @@ def glm4_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen3(tmp_path_factory.mktemp("models") / "qwen3")

@@ -29,7 +29,7 @@ def build(path: Path) -> tuple:
     return model, config, build_policy(model, config, "native")
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "llama"])
+@pytest.mark.parametrize("name", ["glm4_moe", "llama", "qwen3"])
 def test_packed_logits_equal_those_of_transformers(
     name: str, world: Backend, request: pytest.FixtureRequest
 ) -> None:
@@ -51,7 +51,7 @@ def test_packed_logits_equal_those_of_transformers(
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "llama"])
+@pytest.mark.parametrize("name", ["glm4_moe", "llama", "qwen3"])
 def test_export_returns_every_tensor_of_the_directory_bit_for_bit(
     name: str, world: Backend, request: pytest.FixtureRequest
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,34 +117,32 @@ def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, t
     assert len([e for e in read_events(run_dir) if "train/policy_loss" in e]) == STEPS, "a finished run does no step"
 
 
-def test_kill_9_of_worker_buffer_engine_and_trainer_is_survived(tiny: Path, tmp_path: Path) -> None:
+def test_kill_9_of_any_process_is_survived_or_leaves_nothing_behind(tiny: Path, tmp_path: Path) -> None:
+    """Worker, buffer, SGLang and trainer are replaced; the launcher takes all others with it and the run resumes."""
     run_dir = tmp_path / "run"
-    launcher = start(write_config(tmp_path, tiny, max_staleness=3), run_dir)
+    config = write_config(tmp_path, tiny, max_staleness=3, steps=40)
+    launcher = start(config, run_dir)
     try:
         wait_for(lambda: steps_done(run_dir), launcher, 240, "first step")
         for victim in ("rollout", "buffer", "sglang::scheduler", "train"):
             done = len(read_events(run_dir))
             (process, *_) = running(victim, launcher)
             process.kill()
-            wait_for(lambda n=done: len(read_events(run_dir)) > n, launcher, 180, f"event after the kill of {victim}")
+            wait_for(lambda n=done: len(read_events(run_dir)) > n + 1, launcher, 180, f"events after killing {victim}")
         family = descendants(launcher)
-        output, _ = launcher.communicate(timeout=300)
+        assert len(family) >= 6
     finally:
-        launcher.kill()
-    assert launcher.returncode == 0, output[-3000:]
-    assert steps_done(run_dir) == list(range(STEPS))
-    assert STEPS in evaluations(run_dir)
-    assert evaluations(run_dir)[STEPS]["mismatch/mean_abs_logprob_diff"] < 1e-5
-    assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_kill_9_of_the_launcher_leaves_no_process_behind(tiny: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    launcher = start(write_config(tmp_path, tiny), run_dir)
-    wait_for(lambda: running("sglang::scheduler", launcher), launcher, 240, "engine")
-    family = descendants(launcher)
-    assert len(family) >= 6
-    os.kill(launcher.pid, 9)
-    gone, alive = psutil.wait_procs(family, timeout=15)
+        os.kill(launcher.pid, 9)
+    _, alive = psutil.wait_procs(family, timeout=15)
     assert not [p.cmdline() for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-    assert len(gone) + len(alive) == len(family)
+
+    done = steps_done(run_dir)
+    launcher = start(config, run_dir)
+    wait_for(lambda: max(steps_done(run_dir)) > max(done), launcher, 240, "step after the restart of everything")
+    launcher.send_signal(signal.SIGINT)
+    stopped = time.monotonic()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, output[-3000:]
+    assert time.monotonic() - stopped < 15
+    assert steps_done(run_dir) == list(range(max(steps_done(run_dir)) + 1)), "no step is left out"
+    assert all(e["mismatch/mean_abs_logprob_diff"] < 1e-5 for e in evaluations(run_dir).values())

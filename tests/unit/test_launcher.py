@@ -122,20 +122,20 @@ def test_metrics_are_read_as_they_grow(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, {"sft": 10, "rl": 100})
     assert metrics.describe() == "starting"
-    events = [{"stage": "sft", "step": 10, "time": 5.0, "train/sft_loss": 0.5}]
+    events = [{"stage": "sft", "step": 9, "time": 5.0, "train/sft_loss": 0.5}]
     for step in range(1, 5):
-        times = {"time/wait": 3.0, "time/policy": 1.0}
+        times = {"time/wait": 3.0, "time/policy": 1.0, "time/step": 4.0}
         events.append({"stage": "rl", "step": step, "time": 10.0 * step, "train/success_rate": step / 10, **times})
-    events.append({"stage": "rl", "step": 4, "time": 41.0, "eval/success_rate": 0.25})
+    events.append({"stage": "rl", "step": 5, "time": 41.0, "eval/success_rate": 0.25})
     text = "".join(json.dumps(event) + "\n" for event in events)
     path.write_text(text[:-9])
     assert metrics.read() and metrics.evals == {}
     path.write_text(text)
     metrics.read()
-    assert metrics.evals == {("rl", 4): 0.25}
-    assert metrics.eta() == 96 * 10.0
+    assert metrics.evals == {("rl", 5): 0.25}
+    assert metrics.eta() == 95 * 10.0
     assert metrics.time_shares() == [("wait", 0.75), ("policy", 0.25)]
-    expected = "rl 4/100 | success 0.400 | held-out 0.250 at rl 4 | time wait 75% policy 25% | ETA 16:00"
+    expected = "rl 5/100 | success 0.400 | held-out 0.250 at rl 5 | time wait 75% policy 25% | ETA 15:50"
     assert metrics.describe() == expected
 
 

@@ -51,6 +51,14 @@ def test_equal_trajectories_fill_micro_batches_exactly() -> None:
     assert pack([100] * 8, 2, 200) == [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]
 
 
+def test_a_rank_with_more_tokens_gets_the_smaller_micro_batch_next() -> None:
+    assert pack([5, 4, 3, 2], 2, 5) == [[[0], [3]], [[1], [2]]]
+
+
+def test_a_micro_batch_that_would_overflow_opens_another() -> None:
+    assert pack([6, 6, 6], 1, 10) == [[[0], [1], [2]]]
+
+
 def test_an_overlong_trajectory_travels_alone() -> None:
     plan = pack([10, 500, 10, 10], 1, 100)
     assert [1] in plan[0] and [0, 2, 3] in plan[0]

@@ -69,20 +69,19 @@ def calls(expression: Expression) -> tuple[list[int], list[int]]:
     Only first occurrences count, because those are what the calculator replaces. Calls that break a rule without
     changing the value, as in ``1+2+3=``, are in neither list.
     """
-    operations = [expression[i - 1 : i + 2] for i in _operations(expression)]
-    first = [i for n, i in enumerate(_operations(expression)) if expression[i - 1 : i + 2] not in operations[:n]]
+    positions = list(_operations(expression))
+    operations = [expression[i - 1 : i + 2] for i in positions]
+    first = [i for n, i in enumerate(positions) if operations[n] not in operations[:n]]
     value = evaluate(expression)
     sound = [i for i in first if is_sound(expression, i)]
     return sound, [i for i in first if i not in sound and evaluate(reduce_at(expression, i)) != value]
 
 
-def _operations(expression: Expression) -> list[int]:
+def _operations(expression: Expression) -> Iterator[int]:
     """Positions of operators between two numbers."""
-    return [
-        i
-        for i in range(1, len(expression) - 1)
-        if expression[i] in _PRECEDENCE and isinstance(expression[i - 1], int) and isinstance(expression[i + 1], int)
-    ]
+    for i in range(1, len(expression) - 1):
+        if expression[i] in _PRECEDENCE and isinstance(expression[i - 1], int) and isinstance(expression[i + 1], int):
+            yield i
 
 
 def reduce_at(expression: Expression, i: int) -> Expression:
