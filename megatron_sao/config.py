@@ -63,9 +63,7 @@ class ParallelConfig(Section):
                 "change parallel.ep, parallel.etp or parallel.world_size"
             )
         if self.world_size % self.nproc_per_node:
-            raise ValueError(
-                f"world_size={self.world_size} is not a multiple of nproc_per_node={self.nproc_per_node}"
-            )
+            raise ValueError(f"world_size={self.world_size} is not a multiple of nproc_per_node={self.nproc_per_node}")
         return self
 
 

@@ -13,15 +13,26 @@ from megatron_sao.data.trajectory import Trajectory
 def make_trajectory(**changes: Any) -> Trajectory:
     """Two prompt tokens, two actions, one observation, one action; reward 1 at the end."""
     trajectory = Trajectory(
-        id="t", run_id="test", task_id="a", epoch=0, attempt=1, kind="train", group=None,
+        id="t",
+        run_id="test",
+        task_id="a",
+        epoch=0,
+        attempt=1,
+        kind="train",
+        group=None,
         token_ids=np.array([1, 2, 3, 4, 5, 6], np.int32),
         loss_mask=np.array([0, 0, 1, 1, 0, 1], np.uint8),
         logprobs=np.array([0, 0, -0.5, -1.0, 0, -0.25], np.float32),
         rewards=np.array([0, 0, 0, 0, 0, 1], np.float32),
         versions=[("1.0", 2, 4), ("1.1", 5, 6)],
         turns=[("prompt", 0, 2), ("action", 2, 4), ("observation", 4, 5), ("action", 5, 6)],
-        sampling={"temperature": 1.0}, support=None, routed_experts=None, truncated=False, failure=None,
-        metrics={"calls": 2.0}, created_at=1.7e9,
+        sampling={"temperature": 1.0},
+        support=None,
+        routed_experts=None,
+        truncated=False,
+        failure=None,
+        metrics={"calls": 2.0},
+        created_at=1.7e9,
     )
     return replace(trajectory, **changes)
 

@@ -180,7 +180,10 @@ class BufferClient:
     ) -> list[BatchEntry] | None:
         """The batch of a step, the same at every call; None if it is not complete within ``wait`` seconds."""
         body = {
-            "incarnation": incarnation, "batch_size": batch_size, "policy_version": policy_version, "wait": wait,
+            "incarnation": incarnation,
+            "batch_size": batch_size,
+            "policy_version": policy_version,
+            "wait": wait,
         }
         return self._send(_Call("POST", f"/v1/batches/{stage}/{step}", _entries, body, wait=wait))
 
@@ -203,9 +206,7 @@ class BufferClient:
         """Trajectory ids in task order when every visit has ended, else None after ``wait`` seconds. Visits that
         failed at all their attempts have no id: num_prompts − len(ids) count as failures."""
         body = {"incarnation": incarnation, "wait": wait}
-        return self._send(
-            _Call("POST", f"/v1/evaluations/{stage}/{step}/result", _field("ids"), body, wait=wait)
-        )
+        return self._send(_Call("POST", f"/v1/evaluations/{stage}/{step}/result", _field("ids"), body, wait=wait))
 
     def engines(self) -> list[EngineInfo]:
         return self._send(_engines_call())

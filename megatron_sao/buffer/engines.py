@@ -48,8 +48,9 @@ class Engines:
             return  # a repeated request
         if engine["pushing"] != incarnation:
             raise StoreError(
-                409, f"engine {id!r} was not marked dirty before this push, or has registered anew since: "
-                "mark it dirty and push again"
+                409,
+                f"engine {id!r} was not marked dirty before this push, or has registered anew since: "
+                "mark it dirty and push again",
             )
         with self._db.transaction():
             self._db.run("UPDATE engines SET state='clean', version=?, pushing=0 WHERE id=?", version, id)

@@ -432,7 +432,10 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         raise ConfigError(str(error)) from error
     service = Service(store, config, vocab_size)
     settings = uvicorn.Config(
-        create_app(service, token), log_level="warning", access_log=False, timeout_graceful_shutdown=3,
+        create_app(service, token),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
         timeout_keep_alive=60,
     )
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

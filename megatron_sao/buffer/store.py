@@ -55,8 +55,9 @@ class Store:
         if self._db.get("tasks", digest) != digest:
             self.close()
             raise StoreError(
-                409, f"{directory} was filled from other tasks than {config.data.train} and {config.data.eval} "
-                "hold now; restore those files or choose a new run directory"
+                409,
+                f"{directory} was filled from other tasks than {config.data.train} and {config.data.eval} "
+                "hold now; restore those files or choose a new run directory",
             )
         with self._db.transaction():
             self._db.set("tasks", digest)
@@ -77,9 +78,7 @@ class Store:
                 409, f"this buffer serves the run {self._config.name!r}, not {run_id!r}; check the buffer's URL"
             )
         with self._db.transaction():
-            incarnation = self._db.run(
-                "INSERT INTO trainers(policy_version) VALUES(?)", policy_version
-            ).lastrowid
+            incarnation = self._db.run("INSERT INTO trainers(policy_version) VALUES(?)", policy_version).lastrowid
             self.engines.all_dirty()
             for evaluation in self._db.rows("SELECT * FROM evaluations"):
                 if self._open_visits(evaluation["id"]):
@@ -105,8 +104,9 @@ class Store:
         ruling = self.incarnation()
         if incarnation != ruling:
             raise StoreError(
-                409, f"trainer incarnation {incarnation} does not rule, {ruling} does; this trainer must stop, "
-                "or register anew"
+                409,
+                f"trainer incarnation {incarnation} does not rule, {ruling} does; this trainer must stop, "
+                "or register anew",
             )
 
     # Trajectories
@@ -124,8 +124,9 @@ class Store:
         size = self._segments.stored_bytes + sum(len(payload) for _, payload in items)
         if size > self._config.buffer.max_stored_bytes:
             raise StoreError(
-                429, f"the buffer is full: {size} bytes would exceed buffer.max_stored_bytes="
-                f"{self._config.buffer.max_stored_bytes}; it empties at the trainer's next checkpoint"
+                429,
+                f"the buffer is full: {size} bytes would exceed buffer.max_stored_bytes="
+                f"{self._config.buffer.max_stored_bytes}; it empties at the trainer's next checkpoint",
             )
         try:
             with self._db.transaction():
@@ -160,8 +161,15 @@ class Store:
         self._db.run(
             "INSERT INTO trajectories(id, visit, state, stage, step, segment, offset, num_tokens, num_action_tokens, "
             "versions, reason) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            trajectory.id, visit["id"], state, *stage_step, *self._segments.append(payload), trajectory.num_tokens,
-            trajectory.num_action_tokens, json.dumps(sorted(trajectory.action_versions)), failure,
+            trajectory.id,
+            visit["id"],
+            state,
+            *stage_step,
+            *self._segments.append(payload),
+            trajectory.num_tokens,
+            trajectory.num_action_tokens,
+            json.dumps(sorted(trajectory.action_versions)),
+            failure,
         )
         self._db.count("trajectories_failed" if failure else f"{trajectory.kind}_trajectories_accepted")
         return "dropped" if failure else "accepted"
@@ -175,8 +183,9 @@ class Store:
                 return StoreError(422, f"versions[{index}]: {version!r} names an incarnation not issued yet ({ruling})")
         if trajectory.kind == "train" and self.visits.find("train", trajectory.epoch, trajectory.task_id) is None:
             return StoreError(
-                422, f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
-                "with the task, epoch and attempt of a lease"
+                422,
+                f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
+                "with the task, epoch and attempt of a lease",
             )
         return None
 
@@ -227,9 +236,10 @@ class Store:
                     )
             elif (recorded["batch_size"], recorded["policy_version"]) != (batch_size, policy_version):
                 raise StoreError(
-                    409, f"the batch of {stage} {step} was recorded for batch_size={recorded['batch_size']}, "
+                    409,
+                    f"the batch of {stage} {step} was recorded for batch_size={recorded['batch_size']}, "
                     f"policy_version={recorded['policy_version']}, not for {batch_size}, {policy_version}; resume with "
-                    "the config it was made with, or choose a new run directory"
+                    "the config it was made with, or choose a new run directory",
                 )
         return self._manifest(key)
 
@@ -249,7 +259,8 @@ class Store:
             self._db.set("committed", key)
             self._db.run(
                 "UPDATE trajectories SET state='collected' WHERE state IN ('dropped', 'failed') "
-                "OR (state IN ('assigned', 'eval') AND (stage, step) < (?, ?))", *key
+                "OR (state IN ('assigned', 'eval') AND (stage, step) < (?, ?))",
+                *key,
             )
             self._db.run("DELETE FROM batches WHERE (stage, step) < (?, ?)", *key)
             for evaluation in self._db.rows("SELECT id FROM evaluations WHERE (stage, step) < (?, ?)", *key):
@@ -262,7 +273,8 @@ class Store:
             dict(row)
             for row in self._db.rows(
                 "SELECT id, num_tokens, num_action_tokens FROM trajectories "
-                "WHERE state='assigned' AND stage=? AND step=? ORDER BY serial", *key
+                "WHERE state='assigned' AND stage=? AND step=? ORDER BY serial",
+                *key,
             )
         ]
 
@@ -272,21 +284,21 @@ class Store:
         committed = self._db.get("committed", [0, 0])
         if list(key) < committed:
             raise StoreError(
-                410, f"{stage} {step} was collected: the trainer committed {STAGES[committed[0]]} {committed[1]}; "
-                "resume from a checkpoint not older than that, or start a new run directory"
+                410,
+                f"{stage} {step} was collected: the trainer committed {STAGES[committed[0]]} {committed[1]}; "
+                "resume from a checkpoint not older than that, or start a new run directory",
             )
         return key
 
     def _drop_stale(self, policy_version: int) -> None:
-        resumed_at = {
-            row["incarnation"]: row["policy_version"] for row in self._db.rows("SELECT * FROM trainers")
-        }
+        resumed_at = {row["incarnation"]: row["policy_version"] for row in self._db.rows("SELECT * FROM trainers")}
         for row in self._db.rows("SELECT serial, versions FROM trajectories WHERE state='stored'"):
             oldest = min(_effective(version, resumed_at) for version in json.loads(row["versions"]))
             if policy_version - oldest > self._config.rl.max_staleness:
                 self._db.run(
                     "UPDATE trajectories SET state='dropped', reason=? WHERE serial=?",
-                    f"stale: version {oldest}, policy {policy_version}", row["serial"],
+                    f"stale: version {oldest}, policy {policy_version}",
+                    row["serial"],
                 )
                 self._db.count("dropped_stale")
 
@@ -318,7 +330,8 @@ class Store:
             row["id"]
             for row in self._db.rows(
                 "SELECT trajectories.id FROM trajectories JOIN visits ON visits.id=visit "
-                "WHERE kind='eval' AND epoch=? AND trajectories.state='eval' ORDER BY visits.id", number
+                "WHERE kind='eval' AND epoch=? AND trajectories.state='eval' ORDER BY visits.id",
+                number,
             )
         ]
 
@@ -330,7 +343,9 @@ class Store:
     def _void_evaluation(self, evaluation: Row, reason: str) -> None:
         self._db.run(
             "UPDATE trajectories SET state='dropped', reason=? WHERE state='eval' AND stage=? AND step=?",
-            reason, evaluation["stage"], evaluation["step"],
+            reason,
+            evaluation["stage"],
+            evaluation["step"],
         )
         self.visits.forget_evaluation(evaluation["id"])
 
@@ -340,9 +355,10 @@ class Store:
         """COUNTERS since the run began, and what is there now. Numbers, but for run_id, stage and current_version."""
         self.visits.expire()
         states = [engine["state"] for engine in self.engines.list()]
-        visits = {(row["kind"], row["state"]): row["n"] for row in self._db.rows(
-            "SELECT kind, state, count(*) AS n FROM visits GROUP BY kind, state"
-        )}
+        visits = {
+            (row["kind"], row["state"]): row["n"]
+            for row in self._db.rows("SELECT kind, state, count(*) AS n FROM visits GROUP BY kind, state")
+        }
         requested = self._db.get("requested")
         return {
             "run_id": self._config.name,
@@ -364,8 +380,15 @@ class Store:
 
 
 COUNTERS = (
-    "train_trajectories_accepted", "eval_trajectories_accepted", "trajectories_duplicate", "trajectories_late",
-    "trajectories_failed", "dropped_stale", "leases_expired", "leases_released", "train_visits_set_aside",
+    "train_trajectories_accepted",
+    "eval_trajectories_accepted",
+    "trajectories_duplicate",
+    "trajectories_late",
+    "trajectories_failed",
+    "dropped_stale",
+    "leases_expired",
+    "leases_released",
+    "train_visits_set_aside",
     "eval_visits_set_aside",
 )
 

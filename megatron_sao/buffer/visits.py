@@ -57,7 +57,9 @@ class Visits:
                 for version in sorted(versions)
                 for visit in self._db.rows(
                     "SELECT visits.id FROM visits JOIN evaluations ON evaluations.id=epoch AND version=? "
-                    "WHERE kind='eval' AND state='ready' ORDER BY visits.id LIMIT ?", version, max_leases
+                    "WHERE kind='eval' AND state='ready' ORDER BY visits.id LIMIT ?",
+                    version,
+                    max_leases,
                 )
             ][:max_leases]
             room = min(max_leases - len(granted), self.limit() - self.outstanding())
@@ -68,7 +70,9 @@ class Visits:
             for visit_id in granted:
                 self._db.run(
                     "UPDATE visits SET state='leased', attempt=attempt+1, worker=?, request=?, reason=NULL WHERE id=?",
-                    worker_id, request_id, visit_id,
+                    worker_id,
+                    request_id,
+                    visit_id,
                 )
         for visit_id in granted:
             self._deadlines[visit_id] = self._clock() + self._config.buffer.lease_seconds
@@ -79,8 +83,9 @@ class Visits:
         visit = self._by_number(visit_id)
         if visit["state"] != "leased" or visit["attempt"] != attempt:
             raise StoreError(
-                409, f"visit {visit_id} is {visit['state']} at attempt {visit['attempt']}: the lease of attempt "
-                f"{attempt} is over; stop its episode"
+                409,
+                f"visit {visit_id} is {visit['state']} at attempt {visit['attempt']}: the lease of attempt "
+                f"{attempt} is over; stop its episode",
             )
         self._deadlines[visit_id] = self._clock() + self._config.buffer.lease_seconds
         return self._config.buffer.lease_seconds
@@ -136,25 +141,34 @@ class Visits:
         leased = self._db.scalar("SELECT count(*) FROM visits WHERE kind='train' AND state='leased'")
         stored = self._db.scalar("SELECT count(*) FROM trajectories WHERE state='stored'")
         requested = self._db.get("requested", [0, 0, 0])
-        return leased + stored + self._db.scalar(
-            "SELECT coalesce(sum(batch_size), 0) FROM batches WHERE (stage, step) >= (?, ?)", *requested[:2]
+        return (
+            leased
+            + stored
+            + self._db.scalar(
+                "SELECT coalesce(sum(batch_size), 0) FROM batches WHERE (stage, step) >= (?, ?)", *requested[:2]
+            )
         )
 
     def start_evaluation(self, stage: int, step: int, version: str, num_prompts: int) -> None:
         """Make the visits of an evaluation. Caller is inside a transaction and has cancelled any older one."""
         if not 1 <= num_prompts <= len(self._eval_tasks):
             raise StoreError(
-                422, f"num_prompts={num_prompts}, but data.eval holds {len(self._eval_tasks)} tasks; "
-                "lower eval.prompts or name a longer file"
+                422,
+                f"num_prompts={num_prompts}, but data.eval holds {len(self._eval_tasks)} tasks; "
+                "lower eval.prompts or name a longer file",
             )
         number = self._db.run(
             "INSERT INTO evaluations(stage, step, version, num_prompts) VALUES(?, ?, ?, ?)",
-            stage, step, version, num_prompts,
+            stage,
+            step,
+            version,
+            num_prompts,
         ).lastrowid
         for task in self._eval_tasks[:num_prompts]:
             self._db.run(
                 "INSERT INTO visits(kind, epoch, task_id, state, attempt) VALUES('eval', ?, ?, 'ready', 0)",
-                number, task.id,
+                number,
+                task.id,
             )
 
     def forget_evaluation(self, number: int) -> None:

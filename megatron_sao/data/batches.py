@@ -1,7 +1,7 @@
 """Recorded batches: a directory from which the trainer runs without any other process.
 
-    DIR/manifest.json             {"schema": 1, "batches": [{"stage", "step", "trajectories": [id, ...]}, ...]}
-    DIR/<stage>/<step>/<n>.msgpack    the trajectories of one batch, in order, in the wire format
+DIR/manifest.json             {"schema": 1, "batches": [{"stage", "step", "trajectories": [id, ...]}, ...]}
+DIR/<stage>/<step>/<n>.msgpack    the trajectories of one batch, in order, in the wire format
 """
 
 from __future__ import annotations

@@ -145,7 +145,9 @@ class Trajectory:
         if length > max_tokens:
             raise TrajectoryError(f"token_ids: {length} tokens exceed the limit of {max_tokens} (rollout.max_tokens)")
         _refuse(
-            "token_ids", self.token_ids, (self.token_ids < 0) | (self.token_ids >= vocab_size),
+            "token_ids",
+            self.token_ids,
+            (self.token_ids < 0) | (self.token_ids >= vocab_size),
             f"is outside the vocabulary [0, {vocab_size})",
         )
         _refuse("loss_mask", self.loss_mask, self.loss_mask > 1, "is neither 0 nor 1")

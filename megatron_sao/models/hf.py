@@ -83,7 +83,7 @@ def read_hf_model(path: Path) -> HFModel:
     if raw.get("mlp_bias"):
         raise ConfigError(f"mlp_bias in {path}/config.json is not implemented")
     if model.model_type != "glm4_moe" and raw.get("attention_bias"):
-        raise ConfigError(f"attention_bias in {path}/config.json: a bias of {model.model_type}'s o_proj is not implemented")
+        raise ConfigError(f"attention_bias in {path}/config.json is not implemented for {model.model_type}")
     if raw.get("use_sliding_window"):
         raise ConfigError(f"use_sliding_window in {path}/config.json is not implemented")
     if raw.get("quantization_config"):

@@ -147,9 +147,7 @@ class Checkpoints:
         _sync_directory(self._directory)
 
 
-def _sharded_state(
-    models: dict[str, list[GPTModel]], trained: dict[str, Trainable], loading: bool
-) -> dict[str, Any]:
+def _sharded_state(models: dict[str, list[GPTModel]], trained: dict[str, Trainable], loading: bool) -> dict[str, Any]:
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         # survives a change of TP, PP and DP

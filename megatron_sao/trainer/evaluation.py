@@ -12,7 +12,6 @@ from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import success
 from megatron_sao.trainer.trainable import reduce_stats
 
-
 EVAL_TEMPERATURE = 1.0  # whatever the rollouts are sampled at
 
 
@@ -49,7 +48,8 @@ def evaluate(
 
 def _mismatch(batch: list[MicroBatch], policy: Policy, version: str, config: RunConfig) -> dict[str, float]:
     stats = []
-    for micro, current in zip(batch, policy.logprobs(batch, EVAL_TEMPERATURE), strict=False):  # nothing before the last stage
+    logprobs = policy.logprobs(batch, EVAL_TEMPERATURE)
+    for micro, current in zip(batch, logprobs, strict=False):  # there are none before the last stage
         same = _sampled_under(micro, version) & micro.loss_mask
         difference = (current - micro.rollout_logprobs)[same].abs().double()
         stats.append(

@@ -130,9 +130,7 @@ class Run:
     ) -> Trainable:
         return Trainable(chunks, config, optimizer, steps, self.config.parallel.distributed_optimizer)
 
-    def _restore(
-        self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]
-    ) -> None:
+    def _restore(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
         """Weights from the newest checkpoint, else from ``model.path``; optimizers when it was taken at ``position``.
 
         A critic that no checkpoint holds yet starts as the policy (SAO.md §4).

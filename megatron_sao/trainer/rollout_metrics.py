@@ -31,17 +31,21 @@ def rollout_metrics(trajectories: list[Trajectory], policy_version: int, seconds
         return float(np.mean(values)) if values else 0.0
 
     own = {name for t in trajectories for name in t.metrics if name != "success"}
-    return histogram | {
-        "train/reward_mean": mean([t.total_reward for t in trajectories]),
-        "train/success_rate": mean([success(t) for t in trajectories]),
-        "train/trajectories": len(trajectories),
-        "train/tokens": tokens,
-        "train/length_mean": mean([t.num_tokens for t in trajectories]),
-        "train/turns_mean": mean([sum(kind == "action" for kind, *_ in t.turns) for t in trajectories]),
-        "train/truncated_fraction": mean([float(t.truncated) for t in trajectories]),
-        "staleness/max": max(lags, default=0),
-        "staleness/mean": mean(lags),
-        "version/spans_max": max((len(t.action_versions) for t in trajectories), default=0),
-        "version/spanning_fraction": mean([float(len(t.action_versions) > 1) for t in trajectories]),
-        "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
-    } | {f"env/{name}": mean([t.metrics[name] for t in trajectories if name in t.metrics]) for name in sorted(own)}
+    return (
+        histogram
+        | {
+            "train/reward_mean": mean([t.total_reward for t in trajectories]),
+            "train/success_rate": mean([success(t) for t in trajectories]),
+            "train/trajectories": len(trajectories),
+            "train/tokens": tokens,
+            "train/length_mean": mean([t.num_tokens for t in trajectories]),
+            "train/turns_mean": mean([sum(kind == "action" for kind, *_ in t.turns) for t in trajectories]),
+            "train/truncated_fraction": mean([float(t.truncated) for t in trajectories]),
+            "staleness/max": max(lags, default=0),
+            "staleness/mean": mean(lags),
+            "version/spans_max": max((len(t.action_versions) for t in trajectories), default=0),
+            "version/spanning_fraction": mean([float(len(t.action_versions) > 1) for t in trajectories]),
+            "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+        }
+        | {f"env/{name}": mean([t.metrics[name] for t in trajectories if name in t.metrics]) for name in sorted(own)}
+    )

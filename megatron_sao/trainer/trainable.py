@@ -151,6 +151,7 @@ def reduce_stats(per_microbatch: list[Stats], keys: list[str], device: torch.dev
         per_microbatch: 0-d statistics of this rank; empty except on the last pipeline stage.
         keys: the statistics' names, since only the last stage has them.
     """
+
     def column(key: str) -> torch.Tensor:
         values = [stats[key].detach().double() for stats in per_microbatch]
         if not values:

@@ -98,9 +98,7 @@ def load_hf_weights(
         parameter.copy_(value)
 
 
-def _local_slice(
-    entry: Entry, tensors: list[torch.Tensor], model: HFModel, config: TransformerConfig
-) -> torch.Tensor:
+def _local_slice(entry: Entry, tensors: list[torch.Tensor], model: HFModel, config: TransformerConfig) -> torch.Tensor:
     if entry.kind == "vocab":
         padding = padded_vocab_size(model.vocab_size) - tensors[0].shape[0]
         tensors = [torch.nn.functional.pad(tensors[0], (0, 0, 0, padding))]

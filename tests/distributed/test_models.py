@@ -30,9 +30,7 @@ def build(path: Path) -> tuple:
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "llama", "qwen3"])
-def test_packed_logits_equal_those_of_transformers(
-    name: str, world: Backend, request: pytest.FixtureRequest
-) -> None:
+def test_packed_logits_equal_those_of_transformers(name: str, world: Backend, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     model, config, chunks = build(path)
     load_hf_weights(chunks, model, config, "policy")

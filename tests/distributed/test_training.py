@@ -83,9 +83,7 @@ def test_rl_freezes_the_critics_attention_bit_for_bit_and_gives_it_no_optimizer_
         assert hasattr(parameter, "main_grad") == parameter.requires_grad == (name in trainable), name
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    world: Backend, llama: Path, batches: Path, finished: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(world: Backend, llama: Path, batches: Path, finished: Path) -> None:
     run = Run(offline_config(llama), finished, batches, world)
     with pytest.raises(CheckpointError, match=r"another config\.json"):
         run.run()
@@ -95,5 +93,5 @@ def test_without_a_buffer_and_without_batches_the_trainer_says_what_is_missing(
     world: Backend, glm4_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_SAO_BUFFER", raising=False)
-    with pytest.raises(ConfigError, match="MEGATRON_SAO_BUFFER.*--batches"):
+    with pytest.raises(ConfigError, match=r"MEGATRON_SAO_BUFFER.*--batches"):
         Run(offline_config(glm4_moe), tmp_path, None, world)

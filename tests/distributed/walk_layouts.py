@@ -1,6 +1,6 @@
 """Run under torchrun with two ranks: the same recorded training under every layout of two ranks, one after another.
 
-    torchrun --nproc-per-node 2 -m tests.distributed.walk_layouts MODEL BATCHES OUT
+torchrun --nproc-per-node 2 -m tests.distributed.walk_layouts MODEL BATCHES OUT
 """
 
 from __future__ import annotations

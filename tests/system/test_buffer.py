@@ -43,7 +43,9 @@ class Buffer:
         with (self.directory / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SERVE, str(self.directory / "run.yaml"), str(self.directory)],
-                env=os.environ | {"MEGATRON_SAO_TOKEN": TOKEN}, stdout=log, stderr=log,
+                env=os.environ | {"MEGATRON_SAO_TOKEN": TOKEN},
+                stdout=log,
+                stderr=log,
             )
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -112,8 +114,12 @@ def serve_engine(buffer, version="1.0", incarnation=1):
 
 def played(lease, version="1.0", **changes):
     fields = {
-        "id": f"{lease.kind}/{lease.visit_id}", "task_id": lease.task["id"], "epoch": lease.epoch,
-        "attempt": lease.attempt, "kind": lease.kind, "versions": [(version, 2, 6)],
+        "id": f"{lease.kind}/{lease.visit_id}",
+        "task_id": lease.task["id"],
+        "epoch": lease.epoch,
+        "attempt": lease.attempt,
+        "kind": lease.kind,
+        "versions": [(version, 2, 6)],
     }
     return make_trajectory(**(fields | changes))
 

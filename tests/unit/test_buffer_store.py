@@ -57,8 +57,12 @@ class Bench:
     def play(self, lease, version="1.0", **changes):
         """Submit the trajectory of a lease, all under one version. Returns the answer."""
         fields = {
-            "id": f"{lease['visit_id']}-{lease['attempt']}", "task_id": lease["task"]["id"], "epoch": lease["epoch"],
-            "attempt": lease["attempt"], "kind": lease["kind"], "versions": [(version, 2, 6)],
+            "id": f"{lease['visit_id']}-{lease['attempt']}",
+            "task_id": lease["task"]["id"],
+            "epoch": lease["epoch"],
+            "attempt": lease["attempt"],
+            "kind": lease["kind"],
+            "versions": [(version, 2, 6)],
         }
         trajectory = make_trajectory(**(fields | changes))
         return self.store.submit([(trajectory, trajectory.encode())])[0]

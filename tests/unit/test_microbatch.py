@@ -54,9 +54,7 @@ def test_tokens_of_one_version_are_found_at_their_predicting_positions() -> None
 
 
 def test_permuted_rewards_keep_their_sum_and_move_between_trajectories() -> None:
-    batch = [
-        make_trajectory(id=str(i), rewards=np.array([0, 0, 0, 0, 0, i], np.float32)) for i in range(1, 30)
-    ]
+    batch = [make_trajectory(id=str(i), rewards=np.array([0, 0, 0, 0, 0, i], np.float32)) for i in range(1, 30)]
     permuted = permute_rewards(batch, seed=0)
     assert sorted(t.total_reward for t in permuted) == [t.total_reward for t in batch]
     assert sum(a.total_reward == b.total_reward for a, b in zip(batch, permuted, strict=True)) < 10

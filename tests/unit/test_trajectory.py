@@ -96,8 +96,13 @@ def test_a_failed_trajectory_may_have_no_action_token_or_no_token_at_all():
     make_trajectory(failure="sandbox", loss_mask=off.astype(np.uint8), logprobs=off, rewards=off).validate(7, 6)
     none = np.zeros(0, np.float32)
     make_trajectory(
-        failure="sandbox", token_ids=none.astype(np.int32), loss_mask=none.astype(np.uint8), logprobs=none,
-        rewards=none, versions=[], turns=[],
+        failure="sandbox",
+        token_ids=none.astype(np.int32),
+        loss_mask=none.astype(np.uint8),
+        logprobs=none,
+        rewards=none,
+        versions=[],
+        turns=[],
     ).validate(7, 6)
 
 
