@@ -13,7 +13,7 @@ demo: setup
 
 demo-smollm2: setup
 	.venv/bin/python tools/fetch_smollm2.py
-	.venv/bin/megatron-sao run model_configs/smollm2_135m.yaml
+	OMP_NUM_THREADS=2 .venv/bin/megatron-sao run model_configs/smollm2_135m.yaml
 
 lint: setup
 	.venv/bin/ruff check .

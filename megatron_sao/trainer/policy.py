@@ -77,7 +77,7 @@ class Policy:
         }
 
     def logprobs(self, batch: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-        """Current log-probability of every token, ``[T]`` per micro-batch, on the last pipeline stage (else [])."""
+        """Current log-probability of every action token, ``[T]`` per micro-batch, on the last stage (else [])."""
 
         def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
             output = self._forward(model, next(batches), temperature)
@@ -93,19 +93,31 @@ class Policy:
         entropies: dict[str, torch.Tensor] | None = None,
         entropy_grad: bool = False,
     ) -> torch.Tensor:
-        """Log-probabilities ``[1, T]`` of the labels; on earlier pipeline stages their hidden states."""
+        """Log-probabilities ``[1, T]`` of action tokens, 0 elsewhere; on earlier pipeline stages hidden states."""
 
         def from_hidden(
             hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, **_: Any
         ) -> torch.Tensor:
+            # The vocabulary projection is the widest layer and only action tokens need it. Under sequence parallelism
+            # the hidden states are spread over ranks and stay whole.
+            selected = torch.arange(batch.num_tokens, device=hidden_states.device)
+            if not self.trainable.config.sequence_parallel:
+                selected = batch.loss_mask.nonzero().squeeze(1)
+                hidden_states = hidden_states[selected]
             logits, _ = output_layer(hidden_states, weight=output_weight)
             logits = mask_vocab_padding(logits, self._vocab_size)
             if entropies is not None:
                 with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-                    entropies["entropy"] = token_entropy(logits, temperature)
-            return token_logprobs(logits, batch.labels.transpose(0, 1), temperature).transpose(0, 1)
+                    entropies["entropy"] = _spread(token_entropy(logits, temperature), selected, batch.num_tokens)
+            labels = batch.labels[0, selected][:, None]
+            return _spread(token_logprobs(logits, labels, temperature), selected, batch.num_tokens)[None]
 
         return model(**forward_kwargs(batch), output_processor=from_hidden)
+
+
+def _spread(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """``[n, 1]`` values at ``positions`` of a ``[length]`` tensor of zeros."""
+    return values.new_zeros(length).index_copy(0, positions, values[:, 0])
 
 
 def _sao_loss(

@@ -12,10 +12,10 @@ import torch
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.offline import offline_config, read_metrics, write_batches
+from tests.distributed.offline import short_config, read_metrics, write_batches
 from tests.distributed.walk_layouts import LAYOUTS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(480)]
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +25,10 @@ def runs(world: Backend, glm4_moe: Path, tmp_path_factory: pytest.TempPathFactor
     batches = write_batches(out / "batches")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     walk = [*torchrun, "-m", "tests.distributed.walk_layouts", str(glm4_moe), str(batches), str(out)]
-    done = subprocess.run(walk, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(walk, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (out / "single").mkdir()
-    Run(offline_config(glm4_moe), out / "single", batches, world).run()
+    Run(short_config(glm4_moe), out / "single", batches, world).run()
     return out
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
-from tests.distributed.offline import offline_config
+from tests.distributed.offline import short_config
 
 LAYOUTS = {
     "dp2": {},
@@ -27,7 +27,7 @@ def main(model: Path, batches: Path, out: Path) -> None:
     backend = None
     for name, layout in LAYOUTS.items():
         parallel = {"world_size": 2, "nproc_per_node": 2, "max_tokens_per_microbatch": 64} | layout
-        config = offline_config(model, parallel=parallel)
+        config = short_config(model, parallel=parallel)
         if backend is None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
         else:

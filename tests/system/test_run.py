@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.system.runs import evaluations, read_events, steps_done
 from tools.make_tiny_model import main as make_tiny_model
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -50,19 +50,6 @@ def write_config(directory: Path, tiny: Path, **rl: Any) -> Path:
 def start(config: Path, run_dir: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_sao.cli", "run", str(config), "--run-dir", str(run_dir)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def steps_done(run_dir: Path) -> list[int]:
-    return sorted({e["step"] for e in read_events(run_dir) if e["stage"] == "rl" and "train/policy_loss" in e})
-
-
-def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
-    return {e["step"]: e for e in read_events(run_dir) if "eval/success_rate" in e}
 
 
 def wait_for(condition: Any, launcher: subprocess.Popen[str], seconds: float, what: str) -> None:
