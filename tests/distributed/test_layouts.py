@@ -12,7 +12,7 @@ import torch
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.offline import short_config, read_metrics, write_batches
+from tests.distributed.offline import read_metrics, short_config, write_batches
 from tests.distributed.walk_layouts import LAYOUTS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(480)]
