@@ -62,6 +62,8 @@ class ParallelConfig(Section):
                 f"world_size={self.world_size} is not a multiple of etp·ep·pp={self.etp * self.ep * self.pp}; "
                 "change parallel.ep, parallel.etp or parallel.world_size"
             )
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} needs pipeline parallelism; set parallel.pp above 1 or leave vpp out")
         if self.world_size % self.nproc_per_node:
             raise ValueError(f"world_size={self.world_size} is not a multiple of nproc_per_node={self.nproc_per_node}")
         return self
@@ -123,7 +125,16 @@ class RLConfig(Section):
     sync_interval: PositiveInt = 1  # policy steps between weight pushes
     max_staleness: int = Field(1, ge=0)  # versions the oldest token of a trajectory may lag the policy
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
-    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)
+    critic_optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6, warmup_steps=10)  # steps: of the policy
+
+    @model_validator(mode="after")
+    def _fresh_enough(self) -> RLConfig:
+        if self.sync_interval > self.max_staleness + 1:
+            raise ValueError(
+                f"sync_interval={self.sync_interval} with max_staleness={self.max_staleness}: before the next push "
+                "every trajectory would be dropped as stale; raise max_staleness to sync_interval - 1 or more"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -232,7 +243,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raw = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(raw).__name__}")

@@ -8,6 +8,7 @@ Every call is safe to repeat, so both retry what a restarting or full buffer ans
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 import uuid
@@ -18,6 +19,7 @@ from urllib.parse import quote
 
 import httpx
 
+from megatron_sao.config import ConfigError
 from megatron_sao.data.trajectory import Trajectory
 
 
@@ -32,6 +34,17 @@ class BufferError(RuntimeError):
 
 class BufferUnavailable(RuntimeError):
     """The buffer could not be reached, or was full, for longer than the client waits."""
+
+
+def buffer_address() -> tuple[str, str]:
+    """URL and token of the run's buffer, from the environment. Raises ConfigError where either is not set."""
+    try:
+        return os.environ["MEGATRON_SAO_BUFFER"], os.environ["MEGATRON_SAO_TOKEN"]
+    except KeyError as missing:
+        raise ConfigError(
+            f"the environment variable {missing} is not set: start this through `megatron-sao run`, or set the URL "
+            "(buffer.json of the run directory) and the token of the run's buffer"
+        ) from None
 
 
 @dataclass(frozen=True)

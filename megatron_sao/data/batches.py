@@ -10,13 +10,14 @@ import json
 import os
 from pathlib import Path
 
+from megatron_sao.config import ConfigError
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 STAGES = ("sft", "value", "rl")  # in the order of a run
 _SCHEMA = 1
 
 
-class BatchesError(ValueError):
+class BatchesError(ConfigError):
     """Recorded batches that cannot be read; the message names the file and the remedy."""
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_sao.config import ConfigError
 
-class TaskError(ValueError):
+
+class TaskError(ConfigError):
     """A task file that cannot be used; the message names file and line."""
 
 

@@ -215,7 +215,7 @@ class Trajectory:
             if type(message[name]) not in types:
                 raise TrajectoryError(f"{name}: has type {type(message[name]).__name__}, expected {types[0].__name__}")
         for name, value in message["metrics"].items():
-            if type(value) not in (int, float):
+            if type(name) is not str or type(value) not in (int, float):
                 raise TrajectoryError(f"metrics[{name}]: has type {type(value).__name__}, expected a number")
         for name, dtype in _ARRAYS.items():
             message[name] = _array(name, message[name], dtype)
@@ -260,6 +260,6 @@ def _experts(raw: Any) -> np.ndarray | None:
         raise TrajectoryError("routed_experts: expected null or [shape, bytes]")
     flat = _array("routed_experts", raw[1], "<i4")
     shape = raw[0]
-    if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) != flat.size:
+    if any(type(size) is not int or not 0 <= size < 2**31 for size in shape) or math.prod(shape) != flat.size:
         raise TrajectoryError(f"routed_experts: shape {shape} does not hold {flat.size} values")
     return flat.reshape(shape)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.config import ConfigError, RunConfig, dump_config, load_config
+from megatron_sao.data.tasks import load_tasks
 from megatron_sao.launch.process import SupervisedProcess, adopt_orphans, kill_descendants
 from megatron_sao.launch.progress import Progress
 
@@ -58,6 +59,13 @@ def check_inputs(config: RunConfig) -> None:
     for name, path in config.data:
         if path is not None and not path.is_file():
             raise ConfigError(f"data.{name} = {path} is not a file; make it or correct the path")
+    if config.data.eval is not None:
+        held_out = len(load_tasks(config.data.eval))
+        if held_out < config.eval.prompts:
+            raise ConfigError(
+                f"eval.prompts = {config.eval.prompts}, but data.eval = {config.data.eval} holds {held_out} tasks; "
+                "lower it or add tasks"
+            )
     if config.sft.steps and config.data.sft is None:
         raise ConfigError(f"sft.steps = {config.sft.steps} needs demonstrations: set data.sft, or sft.steps to 0")
     parallel = config.parallel

@@ -36,7 +36,8 @@ class HFModel:
 
     @property
     def head_dim(self) -> int:
-        return self.raw.get("head_dim") or self.raw["hidden_size"] // self.raw["num_attention_heads"]
+        default = 128 if self.model_type == "qwen3" else self.raw["hidden_size"] // self.raw["num_attention_heads"]
+        return self.raw.get("head_dim") or default
 
     @property
     def tied(self) -> bool:
@@ -46,8 +47,9 @@ class HFModel:
     def rope(self) -> dict[str, Any]:
         """``rope_parameters`` (transformers 5), or the same from the older top-level fields."""
         rope = dict(self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {})
+        partial = 0.5 if self.model_type == "glm4_moe" else 1.0
         rope.setdefault("rope_theta", self.raw.get("rope_theta", 10000.0))
-        rope.setdefault("partial_rotary_factor", self.raw.get("partial_rotary_factor", 1.0))
+        rope.setdefault("partial_rotary_factor", self.raw.get("partial_rotary_factor", partial))
         rope.setdefault("rope_type", rope.get("type", "default"))
         return rope
 
@@ -90,6 +92,8 @@ def read_hf_model(path: Path) -> HFModel:
         raise ConfigError(f"quantization_config in {path}/config.json: quantised weights cannot be read yet")
     if model.num_experts and not raw.get("norm_topk_prob", True):
         raise ConfigError(f"norm_topk_prob = false in {path}/config.json is not implemented")
+    if model.num_experts and (raw.get("n_group", 1) > 1 or raw["num_experts_per_tok"] < 2):
+        raise ConfigError(f"n_group > 1 or num_experts_per_tok = 1 in {path}/config.json is not implemented")
     return model
 
 
@@ -123,14 +127,11 @@ def transformer_config(model: HFModel, settings: ModelConfig, parallel: Parallel
 
 def _moe_kwargs(model: HFModel, settings: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     raw = model.raw
-    groups = raw.get("n_group", 1)
     return {
         "num_moe_experts": model.num_experts,
         "moe_layer_freq": [int(model.is_moe_layer(layer)) for layer in range(raw["num_hidden_layers"])],
         "moe_ffn_hidden_size": raw["moe_intermediate_size"],
         "moe_router_topk": raw["num_experts_per_tok"],
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": raw.get("topk_group") if groups > 1 else None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,  # the expert bias is part of the model; RL must not move it

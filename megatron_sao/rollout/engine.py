@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from pathlib import Path
 
-from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable
+from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable, buffer_address
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
@@ -33,7 +32,7 @@ def main(config: RunConfig, run_dir: Path, index: int, port: int) -> int:
         asyncio.run(until_signalled(Sidecar(config, run_dir, index, port).run()))
     except (ConfigError, ServerFailed, BufferError, BufferUnavailable) as error:
         log.error("engine %d gives up: %s", index, error)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1  # 2: it would end the same way again
     return 0
 
 
@@ -47,8 +46,8 @@ class Sidecar:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._index = index
         self._port = port
-        self._token = os.environ["MEGATRON_SAO_TOKEN"]
-        self._buffer = AsyncBufferClient(os.environ["MEGATRON_SAO_BUFFER"], self._token)
+        url, self._token = buffer_address()
+        self._buffer = AsyncBufferClient(url, self._token)
 
     async def run(self) -> None:
         """Serve until cancelled.

@@ -118,7 +118,7 @@ class Session:
         self, *, id: str, run_id: str, task_id: str, epoch: int, attempt: int, kind: str, failure: str | None = None
     ) -> Trajectory:
         """The record of the episode, whether finished or failed."""
-        metrics = self.metrics | {
+        metrics = {name: float(value) for name, value in self.metrics.items()} | {
             "turns": float(self._num_actions),
             "seconds": time.time() - self._started,
             "engine_retries": float(self.retries),

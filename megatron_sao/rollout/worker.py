@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 import uuid
 from pathlib import Path
 from typing import Any
 
-from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable, Lease
+from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable, Lease, buffer_address
 from megatron_sao.config import ConfigError, RunConfig, SamplingConfig
 from megatron_sao.data.tasks import Task
 from megatron_sao.data.trajectory import Trajectory
@@ -39,7 +38,10 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(until_signalled(_work(config, worker_id)))
-    except* (ConfigError, BufferUnavailable, BufferError, EnvironmentBroken) as group:
+    except* ConfigError as group:
+        log.error("worker %s cannot run: %s", worker_id, group.exceptions[0])
+        return_code = 2  # it would end the same way again
+    except* (BufferUnavailable, BufferError, EnvironmentBroken) as group:
         log.error("worker %s gives up: %s", worker_id, group.exceptions[0])
         return_code = 1
     else:
@@ -48,8 +50,8 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
 
 
 async def _work(config: RunConfig, worker_id: str) -> None:
-    token = os.environ["MEGATRON_SAO_TOKEN"]
-    buffer = AsyncBufferClient(os.environ["MEGATRON_SAO_BUFFER"], token)
+    url, token = buffer_address()
+    buffer = AsyncBufferClient(url, token)
     limits = ModelLimits.of(config.model.path, config.engine.sglang.get("context_length"))
     try:
         async with EngineClient(limits, token, buffer.engines, config.rollout.max_retries) as engine:
@@ -112,11 +114,13 @@ class Player:
                 try:
                     await self._environment.run(session, task)
                 except BudgetExceeded as limit:
-                    if not session.turns or session.turns[-1][0] == "prompt":
+                    if not any(session.loss_mask):
                         return f"the policy could not act: {limit}"
                     session.finish(truncated=True)
                 if not session.finished:
                     return "the environment returned without calling session.finish"
+                if not any(session.loss_mask):
+                    return "the environment finished the episode before the policy acted"
                 if self._reward:
                     value = self._reward(task, self._transcript(session))
                     session.replace_rewards(await value if inspect.isawaitable(value) else value)
@@ -171,6 +175,12 @@ class Worker:
         except EngineError as error:
             log.warning("visit %s goes back: %s", lease.visit_id, error)
             await self._release(lease.visit_id, lease.attempt, str(error))
+        except BufferError as error:
+            if error.status not in (413, 422):
+                raise
+            # one odd episode (a NaN metric, a reward beyond float32) must not end the others in flight
+            log.error("visit %s: its trajectory was refused: %s", lease.visit_id, error.message)
+            await self._release(lease.visit_id, lease.attempt, error.message)
         self._forget(lease.visit_id, lease.attempt)  # not when cancelled: what is in flight then is given back
 
     def _forget(self, visit_id: str, attempt: int) -> asyncio.Task[None] | None:

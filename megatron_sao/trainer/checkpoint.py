@@ -19,14 +19,16 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.distributed.checkpoint import CheckpointException
 
+from megatron_sao.config import ConfigError
 from megatron_sao.trainer.trainable import Trainable
 
 STAGES = ("sft", "value", "rl")
 _NAME = re.compile(r"^(sft|value|rl)-(\d+)$")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; the message says which one and why."""
 
 
@@ -119,7 +121,7 @@ class Checkpoints:
         state = _sharded_state(models, trained, loading=True)
         try:
             loaded = dist_checkpointing.load(state, str(path))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"cannot load the checkpoint {path}: {error}") from error
         for name, chunks in models.items():
             for index, chunk in enumerate(chunks):

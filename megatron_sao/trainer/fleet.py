@@ -49,17 +49,22 @@ class EngineFleet:
         self.version = f"{self.incarnation}.{policy_version}"
         self._push(self._live() if self._world.is_leader else [])
 
-    def refresh(self, interval: float = 1.0) -> None:
-        """Push the published weights to engines that do not hold them: new, restarted or failed ones.
+    def refresh(self, policy_version: int, interval: float = 1.0) -> None:
+        """Push the policy's weights where an engine does not hold the published ones: new, restarted or failed ones.
 
-        The policy must not have changed since :meth:`publish`. Looks at most once per ``interval`` seconds.
+        Where the policy has moved on since :meth:`publish` every engine gets the newer weights, under their own label.
+        Looks at most once per ``interval`` seconds.
         """
         stale: list[EngineInfo] = []
         if self._world.is_leader and time.monotonic() - self._last_refresh >= interval:
             self._last_refresh = time.monotonic()
             stale = [e for e in self._live() if e.state != "clean" or e.version != self.version]
-        if broadcast_json(bool(stale), self._world.device):
+        if not broadcast_json(bool(stale), self._world.device):
+            return
+        if self.version == f"{self.incarnation}.{policy_version}":
             self._push(stale)
+        else:
+            self.publish(policy_version)
 
     def close(self) -> None:
         for link in self._links.values():

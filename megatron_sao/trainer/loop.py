@@ -128,9 +128,9 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         last = step + 1 == steps
         if stage.fleet is not None and ((step + 1) % settings.sync_interval == 0 or evaluation_due or last):
             stage.fleet.publish(step + 1)
-            if config.algorithm.reset_policy_optimizer_on_sync:
-                stage.policy.trainable.reset_optimizer()
             watch.lap("push")
+        if config.algorithm.reset_policy_optimizer_on_sync and (step + 1) % settings.sync_interval == 0:
+            stage.policy.trainable.reset_optimizer()
         metrics |= rollout_metrics(trajectories, step, watch.total)
         stage.metrics.write("rl", step, metrics | watch.metrics() | {"progress/steps": steps})
         if evaluation_due or last:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoTokenizer
 
-from megatron_sao.buffer.client import BufferClient
+from megatron_sao.buffer.client import BufferClient, buffer_address
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.models.backend import Backend
@@ -42,6 +42,11 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("megatron", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if config.parallel.distributed_optimizer and find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "parallel.distributed_optimizer = true needs Transformer Engine's Adam: without it the optimizer's state "
+            "could be saved but not loaded; set it to false"
+        )
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
     try:
         Run(config, run_dir, batches_dir, backend).run()
@@ -59,7 +64,7 @@ class Run:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
         self.recorded = None if batches_dir is None else RecordedSource(batches_dir)
-        self.client = None if self.recorded else _buffer_client()
+        self.client = None if self.recorded else BufferClient(*buffer_address())
         self.incarnation: int | None = None
 
     def run(self) -> None:
@@ -68,22 +73,23 @@ class Run:
         for name in STAGES[start.stage_index :]:
             first_step = start.step if name == start.stage else 0
             # without any step there is still the policy to evaluate and to export
-            if first_step < self._steps(name) or (name == "rl" and self._steps(name) == 0):
-                self._run_stage(name, first_step)
+            steps = self._steps(name, first_step)
+            if first_step < steps or (name == "rl" and steps == 0):
+                self._run_stage(name, first_step, steps)
             gc.collect()  # the next stage is built afresh, from the checkpoint
         self.metrics.close()
 
-    def _steps(self, name: str) -> int:
+    def _steps(self, name: str, first_step: int) -> int:
         steps = getattr(self.config, name).steps
-        return min(steps, self.recorded.steps(name)) if self.recorded and name != "sft" else steps
+        return min(steps, self.recorded.end(name, first_step)) if self.recorded and name != "sft" else steps
 
-    def _run_stage(self, name: str, first_step: int) -> None:
+    def _run_stage(self, name: str, first_step: int, steps: int) -> None:
         if name == "sft":
             run_sft(self._sft_stage(first_step), self._demonstrations(), first_step)
         elif name == "value":
-            run_value(self._value_stage(first_step), self._steps("value"), first_step)
+            run_value(self._value_stage(first_step), steps, first_step)
         else:
-            run_rl(self._rl_stage(first_step), self._steps("rl"), first_step)
+            run_rl(self._rl_stage(first_step), steps, first_step)
 
     def _sft_stage(self, step: int) -> Stage:
         policy, config = self._chunks("policy")
@@ -104,12 +110,12 @@ class Run:
         policy, policy_config = self._chunks("policy")
         critic, critic_config = self._chunks("critic")
         freeze_critic(critic, self.config.algorithm.critic_trainable)
-        settings = self.config.rl
+        settings, updates = self.config.rl, self.config.algorithm.critic_updates
+        warmup = settings.critic_optimizer.warmup_steps * updates  # configured in policy steps
+        critic_settings = settings.critic_optimizer.model_copy(update={"warmup_steps": warmup})
         trained = {
             "policy": self._trainable(policy, policy_config, settings.policy_optimizer, settings.steps),
-            "critic": self._trainable(
-                critic, critic_config, settings.critic_optimizer, settings.steps * self.config.algorithm.critic_updates
-            ),
+            "critic": self._trainable(critic, critic_config, critic_settings, settings.steps * updates),
         }
         self._restore(Position.of("rl", step), {"policy": policy, "critic": critic}, trained)
         return self._stage(self._policy(trained["policy"]), Critic(trained["critic"]), policy_version=step)
@@ -177,13 +183,3 @@ class Run:
             raise ConfigError(f"sft.steps = {self.config.sft.steps} needs data.sft; name a file of demonstrations")
         tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
         return Demonstrations(self.config.data.sft, tokenizer, self.config.seed)
-
-
-def _buffer_client() -> BufferClient:
-    try:
-        return BufferClient(os.environ["MEGATRON_SAO_BUFFER"], os.environ["MEGATRON_SAO_TOKEN"])
-    except KeyError as missing:
-        raise ConfigError(
-            f"the environment variable {missing} is not set: start the trainer through `megatron-sao run`, set the "
-            "address and token of the buffer, or train on recorded batches with --batches DIR"
-        ) from None

@@ -18,6 +18,7 @@ class MetricsWriter:
     def __init__(self, run_dir: Path | None) -> None:
         self._file = None
         if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
             self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
             self._board = SummaryWriter(str(run_dir / "tensorboard"))
 

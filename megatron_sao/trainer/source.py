@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_sao.buffer.client import BufferClient
 from megatron_sao.config import ConfigError
-from megatron_sao.data.batches import RecordedBatches
+from megatron_sao.data.batches import BatchesError, RecordedBatches
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.fleet import EngineFleet
@@ -33,9 +33,18 @@ class RecordedSource:
     def __init__(self, directory: Path) -> None:
         self._recorded = RecordedBatches(directory)
 
-    def steps(self, stage: str) -> int:
-        """How many consecutive steps, from 0 on, are recorded of a stage."""
-        return len(self._recorded.steps(stage))
+    def end(self, stage: str, first_step: int) -> int:
+        """The step after the last of those recorded without a gap from ``first_step`` on."""
+        recorded = set(self._recorded.steps(stage))
+        if recorded and first_step not in recorded and first_step <= max(recorded):
+            raise BatchesError(
+                f"{self._recorded.directory} has no batch for stage {stage!r}, step {first_step}, where training "
+                f"stands; recorded: {sorted(recorded)}"
+            )
+        end = first_step
+        while end in recorded:
+            end += 1
+        return end
 
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
         return self._recorded.batch(stage, step)
@@ -57,7 +66,7 @@ class LiveSource:
 
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
         while True:
-            self._fleet.refresh()
+            self._fleet.refresh(policy_version)
             ids = None
             if self._world.is_leader:
                 entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=2.0)
@@ -71,7 +80,7 @@ class LiveSource:
         if self._world.is_leader:
             self._client.start_eval(stage, step, self._fleet.incarnation, self._fleet.version, num_prompts)
         while True:
-            self._fleet.refresh()
+            self._fleet.refresh(step)
             ids = None
             if self._world.is_leader:
                 ids = self._client.eval_result(stage, step, self._fleet.incarnation, wait=2.0)
@@ -101,7 +110,7 @@ class Demonstrations:
 
     def __init__(self, path: Path, tokenizer: Any, seed: int) -> None:
         self._examples: list[tuple[list[int], list[int]]] = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text().rstrip("\n").split("\n"), 1):
             try:
                 record = json.loads(line)
                 segments = [(record["prompt"], False), *record["segments"]]

@@ -50,6 +50,9 @@ class Trainable:
             grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=distributed_optimizer
         )
         wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                module._maintain_float32_expert_bias()  # Float16Module rounds the buffer, and routing with it
         self.modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
         self._settings, self._distributed, self._total_steps = optimizer, distributed_optimizer, total_steps
         self.optimizer = self._new_optimizer()
@@ -57,11 +60,11 @@ class Trainable:
         config.finalize_model_grads_func = finalize_model_grads
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments; the learning-rate schedule goes on where it is."""
-        steps = self.scheduler.num_steps
-        self.optimizer = self._new_optimizer()
-        self.scheduler = self._new_scheduler()
-        self.scheduler.step(steps)
+        """Forget Adam's moments and step count, in place: fp32 main weights and schedule stay as they are."""
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in optimizer.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
 
     def reload_main_parameters(self) -> None:
         """Take over weights that were written into the model after the optimizer was built (its fp32 main copies)."""
@@ -113,7 +116,7 @@ class Trainable:
         """One optimizer step. Returns each micro-batch's statistics (last pipeline stage) and the gradient norm.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are unchanged.
+            FloatingPointError: the gradient is not finite; the weights must not be used any more.
         """
         for module in self.modules:
             module.zero_grad_buffer()
@@ -123,7 +126,10 @@ class Trainable:
         successful, grad_norm, _ = self.optimizer.step()
         grad_norm = 0.0 if grad_norm is None else float(grad_norm)
         if not successful or not grad_norm < float("inf"):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: lower the learning rate or look at the batch")
+            raise FloatingPointError(
+                f"the gradient norm is {grad_norm}; training ends, and starts again from the newest checkpoint: "
+                "lower the learning rate or look at the batch"
+            )
         return stats, grad_norm
 
     @property

@@ -14,12 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
 
+from megatron_sao.config import ConfigError
 from megatron_sao.models.build import padded_vocab_size
 from megatron_sao.models.hf import HFModel
 from megatron_sao.models.mapping import Entry, entries, global_name, shard
 
 
-class WeightError(RuntimeError):
+class WeightError(ConfigError):
     """Weights that do not match the model; the message lists the tensors."""
 
 
@@ -77,7 +78,8 @@ def load_hf_weights(
     source = HFTensors(model.path)
     table = {entry.name: entry for entry in entries(model, config, head)}
     expected = {name for entry in entries(model, config) for name in entry.hf}
-    missing, unexpected = expected - source.names(), source.names() - expected
+    redundant = {"lm_head.weight"} if model.tied else set()  # a copy that some writers store
+    missing, unexpected = expected - source.names(), source.names() - expected - redundant
     if missing or unexpected:
         raise WeightError(
             f"{model.path} does not hold the tensors of a {model.model_type} with this config.json: "

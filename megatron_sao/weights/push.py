@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,8 +28,16 @@ log = logging.getLogger(__name__)
 Bucket = list[tuple[str, torch.Tensor]]
 
 
+CONNECT_SECONDS = 30.0  # to form a group with an engine that answers
+POLL_SECONDS = 0.0005
+
+
 class PushError(RuntimeError):
     """An engine refused or failed a weight update; the message names the engine and the call."""
+
+
+class EngineUnreachable(PushError):
+    """The engine did not answer at all."""
 
 
 def buckets(tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -60,7 +69,7 @@ def push_weights(
     def attempt(link: EngineLink, action: Callable[[], None]) -> None:
         try:
             action()
-        except (PushError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
+        except (RuntimeError, OSError) as error:  # PushError, what torch.distributed raises, an unresolvable host
             log.warning("weight push %s to %s failed: %s", version, link.url, error)
             failed.setdefault(link.url, str(error))
 
@@ -76,7 +85,7 @@ def push_weights(
                 attempt(link, partial(link.send, bucket, label))
         bucket = following
     for link in links:
-        attempt(link, link.finish)
+        attempt(link, partial(link.finish, failed=link.url in failed))
     return failed
 
 
@@ -94,9 +103,12 @@ class EngineLink:
     def __init__(self, url: str, tp: int, token: str, backend: str, timeout: float = 300.0) -> None:
         self.url, self._tp, self._backend, self._timeout = url, tp, backend, timeout
         self._http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=httpx.Timeout(timeout, connect=10.0)
+            base_url=url,
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(timeout, connect=10.0),
+            trust_env=False,
         )
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="push")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="push")
         self._group: dist.ProcessGroup | None = None
         self._group_name = ""
 
@@ -106,7 +118,7 @@ class EngineLink:
         host = httpx.URL(self.url).host
         address = _address_towards(host)
         store = dist.TCPStore(
-            address, 0, 1 + self._tp, is_master=True, timeout=timedelta(seconds=self._timeout), wait_for_workers=False
+            address, 0, 1 + self._tp, is_master=True, timeout=timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False
         )
         self._group_name = f"sao-{address}-{store.port}"
         joined = self._later(
@@ -118,8 +130,13 @@ class EngineLink:
             group_name=self._group_name,
             backend=self._backend,
         )
-        self._group = _join_group(store, 1 + self._tp, self._backend, self._group_name, self._timeout)
+        forming = self._threads.submit(_join_group, store, 1 + self._tp, self._backend, self._group_name, self._timeout)
+        # An engine that refuses never joins: its answer must end the wait for it.
+        wait([joined, forming], timeout=CONNECT_SECONDS, return_when=FIRST_EXCEPTION)
+        if not joined.done():
+            raise PushError(f"engine {self.url} did not join the weight update group within {CONNECT_SECONDS:g} s")
         joined.result()
+        self._group = forming.result(timeout=CONNECT_SECONDS)
 
     def begin(self) -> None:
         """Stop generation (requests in flight are kept) and open a weight update."""
@@ -140,14 +157,22 @@ class EngineLink:
             flush_cache=version is not None,
             **({} if version is None else {"weight_version": version}),
         )
-        for _, tensor in bucket:
-            dist.broadcast(tensor, 0, group=self._group)
+        works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for _, tensor in bucket]
+        while not all(work.is_completed() for work in works):
+            if received.done():
+                received.result()  # raises where the engine refused, and so takes no part in the broadcast
+            time.sleep(POLL_SECONDS)
+        for work in works:
+            work.wait()
         received.result()
 
-    def finish(self) -> None:
-        """Close the update and let generation continue. The server is left running even after a failed update."""
+    def finish(self, failed: bool = False) -> None:
+        """Close the update and let generation continue; after a failed one, abort the requests in flight first, since
+        the weights are mixed. Their clients send them again, to an engine that is clean."""
         try:
             self._call("/end_weight_update")
+            if failed:
+                self._call("/abort_request", abort_all=True)
         finally:
             self._call("/continue_generation")
 
@@ -163,8 +188,12 @@ class EngineLink:
 
     def _end_abandoned_update(self) -> None:
         """A trainer that died in the middle of a push left the update open; where there is none the call is refused."""
-        with contextlib.suppress(PushError):
+        try:
             self._call("/end_weight_update")
+        except EngineUnreachable:
+            raise
+        except PushError as refusal:
+            log.debug("no update was open: %s", refusal)
 
     def _later(self, path: str, **body: Any) -> Future[None]:
         """Start a call whose answer comes only after this process has taken part in a collective."""
@@ -174,7 +203,7 @@ class EngineLink:
         try:
             response = self._http.post(path, json=body)
         except httpx.HTTPError as error:
-            raise PushError(f"engine {self.url} {path}: {type(error).__name__} {error}") from error
+            raise EngineUnreachable(f"engine {self.url} {path}: {type(error).__name__} {error}") from error
         failed = response.status_code != 200
         if not failed and response.headers.get("content-type", "").startswith("application/json"):
             answer = response.json()

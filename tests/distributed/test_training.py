@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -81,6 +82,50 @@ def test_rl_freezes_the_critics_attention_bit_for_bit_and_gives_it_no_optimizer_
     assert not any(word in name for name in changed for word in ("attention", "norm", "embedding", "router"))
     for name, parameter in critic.named_parameters():
         assert hasattr(parameter, "main_grad") == parameter.requires_grad == (name in trainable), name
+
+
+def test_a_run_that_resets_its_optimizer_at_every_push_resumes_bit_identically(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    config = offline_config(glm4_moe, algorithm={"reset_policy_optimizer_on_sync": True})
+    Run(config, tmp_path / "whole", batches, world).run()
+    Run(config, tmp_path / "cut", batches, world).run()
+    (tmp_path / "cut" / "checkpoints" / "latest").write_text("rl-2\n")
+    Run(config, tmp_path / "cut", batches, world).run()
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights(tmp_path / "cut")[name]), name
+
+
+def test_a_reset_optimizer_takes_the_step_of_a_new_one(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    stage = Run(offline_config(glm4_moe), tmp_path, batches, world)._rl_stage(0)
+    run_rl(stage, 2, 0)
+    states = [s for o in stage.policy.trainable.optimizer.chained_optimizers for s in o.optimizer.state.values()]
+    assert any(state["exp_avg"].any() for state in states)
+    stage.policy.trainable.reset_optimizer()
+    assert not any(value.any() for state in states for value in state.values())
+
+
+def test_recorded_batches_that_begin_after_the_checkpoint_are_refused(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(batches, tmp_path / "batches")
+    manifest = tmp_path / "batches" / "manifest.json"
+    recorded = json.loads(manifest.read_text())
+    recorded["batches"] = [b for b in recorded["batches"] if b["stage"] != "rl" or b["step"] > 1]
+    manifest.write_text(json.dumps(recorded))
+    with pytest.raises(ConfigError, match=r"no batch for stage 'rl', step 0.*recorded: \[2, 3\]"):
+        Run(offline_config(glm4_moe), tmp_path, tmp_path / "batches", world).run()
+
+
+def test_bfloat16_keeps_the_routers_expert_bias_in_float32(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    config = offline_config(glm4_moe, model={"path": str(glm4_moe), "dtype": "bfloat16"})
+    Run(config, tmp_path, batches, world).run()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(weights(tmp_path)[name], HFTensors(glm4_moe)[name])
 
 
 def test_a_checkpoint_of_another_model_is_refused(world: Backend, llama: Path, batches: Path, finished: Path) -> None:

@@ -16,7 +16,6 @@ from tests.distributed.offline import short_config
 
 LAYOUTS = {
     "dp2": {},
-    "dp2_distributed_optimizer": {"distributed_optimizer": True},
     "tp2": {"tp": 2, "sequence_parallel": True},
     "pp2": {"pp": 2},
     "ep2": {"ep": 2},

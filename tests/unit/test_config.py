@@ -62,6 +62,8 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
         ("rl.steps=[", "the value is not valid YAML"),
         ("rollout.sampling.top_p=0.9", "use top_p=1.0 and top_k=-1"),
         ("parallel={tp: 2, world_size: 3}", "world_size=3 is not a multiple of tp·pp·cp=2"),
+        ("rl={sync_interval: 4, max_staleness: 1}", "raise max_staleness to sync_interval - 1"),
+        ("parallel={vpp: 2}", "vpp=2 needs pipeline parallelism"),
         ("parallel={ep: 4, world_size: 2}", "world_size=2 is not a multiple of etp·ep·pp=4"),
     ],
 )

@@ -134,3 +134,12 @@ def test_misuse_is_a_sentence():
     with pytest.raises(RequestRefused, match="finish was called twice"):
         played.finish()
     assert record(played).truncated
+
+
+def test_a_metric_of_any_number_type_is_recorded_as_a_float():
+    played = session(ScriptedEngine(TURN_1, TURN_2))
+    play_two_turns(played)
+    played.metrics |= {"success": True, "score": np.float32(0.5)}
+    metrics = record(played).metrics
+    assert metrics["success"] == 1.0
+    assert {type(value) for value in metrics.values()} == {float}
