@@ -43,7 +43,7 @@ def buffer_address() -> tuple[str, str]:
     except KeyError as missing:
         raise ConfigError(
             f"the environment variable {missing} is not set: start this through `megatron-sao run`, or set the URL "
-            "(buffer.json of the run directory) and the token of the run's buffer"
+            "(buffer.json of the run directory) and the token of the run's buffer; a trainer alone takes --batches DIR"
         ) from None
 
 

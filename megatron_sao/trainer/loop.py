@@ -121,6 +121,9 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
     for step in range(first_step, steps):
         watch = Stopwatch()
+        if config.algorithm.reset_policy_optimizer_on_sync and step > 0 and step % settings.sync_interval == 0:
+            # Here and not after the push: a checkpoint cannot hold an Adam that has never stepped.
+            stage.policy.trainable.reset_optimizer()
         trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
         watch.lap("wait")
         metrics = sao_step(stage, step, trajectories, watch)
@@ -129,8 +132,6 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         if stage.fleet is not None and ((step + 1) % settings.sync_interval == 0 or evaluation_due or last):
             stage.fleet.publish(step + 1)
             watch.lap("push")
-        if config.algorithm.reset_policy_optimizer_on_sync and (step + 1) % settings.sync_interval == 0:
-            stage.policy.trainable.reset_optimizer()
         metrics |= rollout_metrics(trajectories, step, watch.total)
         stage.metrics.write("rl", step, metrics | watch.metrics() | {"progress/steps": steps})
         if evaluation_due or last:

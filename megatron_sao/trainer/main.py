@@ -64,7 +64,7 @@ class Run:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
         self.recorded = None if batches_dir is None else RecordedSource(batches_dir)
-        self.client = None if self.recorded else BufferClient(*buffer_address())
+        self.client = None if self.recorded else BufferClient(*buffer_address())  # --batches needs no buffer
         self.incarnation: int | None = None
 
     def run(self) -> None:

@@ -15,7 +15,7 @@ from megatron_sao.trainer.checkpoint import CheckpointError
 from megatron_sao.trainer.loop import run_rl
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.offline import RL_STEPS, offline_config, read_metrics, write_batches
+from tests.distributed.offline import RL_STEPS, VALUE_STEPS, offline_config, read_metrics, write_batches
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_rl_freezes_the_critics_attention_bit_for_bit_and_gives_it_no_optimizer_
     world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
 ) -> None:
     run = Run(offline_config(glm4_moe), tmp_path, batches, world)
-    run._run_stage("value", 0)
+    run._run_stage("value", 0, VALUE_STEPS)
     stage = run._rl_stage(0)
     (critic,) = stage.critic.trainable.chunks
     before = {name: parameter.clone() for name, parameter in critic.named_parameters()}
@@ -122,7 +122,8 @@ def test_recorded_batches_that_begin_after_the_checkpoint_are_refused(
 def test_bfloat16_keeps_the_routers_expert_bias_in_float32(
     world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
 ) -> None:
-    config = offline_config(glm4_moe, model={"path": str(glm4_moe), "dtype": "bfloat16"})
+    config = offline_config(glm4_moe)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     Run(config, tmp_path, batches, world).run()
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(weights(tmp_path)[name], HFTensors(glm4_moe)[name])
