@@ -93,9 +93,10 @@ def test_tiny_positive_logprobs_become_zero_and_minus_infinity_passes():
 
 def test_a_failed_trajectory_may_have_no_action_token_or_no_token_at_all():
     off = np.zeros(6, np.float32)
-    make_trajectory(failure="sandbox", loss_mask=off.astype(np.uint8), logprobs=off, rewards=off).validate(7, 6)
+    idle = make_trajectory(failure="sandbox", loss_mask=off.astype(np.uint8), logprobs=off, rewards=off)
+    assert idle.validate(7, 6).num_action_tokens == 0
     none = np.zeros(0, np.float32)
-    make_trajectory(
+    empty = make_trajectory(
         failure="sandbox",
         token_ids=none.astype(np.int32),
         loss_mask=none.astype(np.uint8),
@@ -103,11 +104,13 @@ def test_a_failed_trajectory_may_have_no_action_token_or_no_token_at_all():
         rewards=none,
         versions=[],
         turns=[],
-    ).validate(7, 6)
+    )
+    assert empty.validate(7, 6).num_tokens == 0
 
 
 def test_versions_may_go_back_after_a_failover():
-    make_trajectory(versions=[("2.7", 2, 4), ("1.9", 5, 6)]).validate(7, 6)
+    trajectory = make_trajectory(versions=[("2.7", 2, 4), ("1.9", 5, 6)])
+    assert trajectory.validate(7, 6).action_versions == {"2.7", "1.9"}
 
 
 @pytest.mark.parametrize(
