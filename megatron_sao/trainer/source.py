@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.fleet import EngineFleet
 from megatron_sao.trainer.world import World
+
+POLL_SECONDS = 2.0  # how long the buffer may hold an answer back before the engines are looked after again
 
 
 class BatchSource(Protocol):
@@ -65,26 +68,24 @@ class LiveSource:
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="fetch")
 
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
-        while True:
-            self._fleet.refresh(policy_version)
-            ids = None
-            if self._world.is_leader:
-                entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=2.0)
-                ids = None if entries is None else [entry.id for entry in entries]
-            ids = broadcast_json(ids, self._world.device)
-            if ids is not None:
-                return self.fetch(ids)
+        def ready() -> list[str] | None:
+            entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=POLL_SECONDS)
+            return None if entries is None else [entry.id for entry in entries]
+
+        return self._wait(ready, policy_version)
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
         """Play the held-out prompts under the version that the engines hold now; the finished trajectories."""
+        incarnation = self._fleet.incarnation
         if self._world.is_leader:
-            self._client.start_eval(stage, step, self._fleet.incarnation, self._fleet.version, num_prompts)
+            self._client.start_eval(stage, step, incarnation, self._fleet.version, num_prompts)
+        return self._wait(lambda: self._client.eval_result(stage, step, incarnation, wait=POLL_SECONDS), step)
+
+    def _wait(self, ready: Callable[[], list[str] | None], policy_version: int) -> list[Trajectory]:
+        """The trajectories whose ids rank 0 gets from ``ready``; meanwhile engines that came back get their weights."""
         while True:
-            self._fleet.refresh(step)
-            ids = None
-            if self._world.is_leader:
-                ids = self._client.eval_result(stage, step, self._fleet.incarnation, wait=2.0)
-            ids = broadcast_json(ids, self._world.device)
+            self._fleet.refresh(policy_version)
+            ids = broadcast_json(ready() if self._world.is_leader else None, self._world.device)
             if ids is not None:
                 return self.fetch(ids)
 
