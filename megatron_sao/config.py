@@ -84,10 +84,20 @@ class OptimizerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """SAO (arXiv 2607.07508). Where the paper is silent the default is this project's choice."""
+    """SAO (arXiv 2607.07508) and, by these fields alone, the baselines it is compared with (tools/study/methods.yaml).
+    Where the paper is silent the default is this project's choice."""
 
+    policy_loss: Literal["dis", "ppo_clip"] = "dis"
+    advantage: Literal["critic", "group", "running_mean"] = "critic"  # the last two train no critic
     eps_low: float = Field(0.3, gt=0)  # DIS accepts 1 - eps_low < rho < 1 + eps_high
     eps_high: float = Field(5.0, gt=0)
+    clip_low: float = Field(0.2, gt=0, lt=1)  # ppo_clip: pi_theta / pi_old is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = Field(0.28, gt=0)
+    # ppo_clip's old policy: the trainer's weights at the start of the batch, the newest weights pushed to the engines,
+    # or what the engines reported
+    pi_old: Literal["recomputed", "latest_pushed", "rollout"] = "recomputed"
+    running_mean_window: PositiveInt = 8  # rewards of the same prompt that its baseline averages
+    gae: Literal["skip_observation", "all_tokens"] = "skip_observation"  # all_tokens: plain GAE, for comparison
     gamma: float = Field(1.0, gt=0, le=1)
     lambda_alpha: float = Field(1.5, gt=0)  # lambda_policy = 1 - 1 / (alpha * n)
     critic_updates: PositiveInt = 2  # K
@@ -122,6 +132,8 @@ class ValueConfig(Section):
 class RLConfig(Section):
     steps: int = Field(1000, ge=0)
     batch_size: PositiveInt = 128  # trajectories
+    group_size: PositiveInt = 1  # rollouts per prompt visit; above 1 for algorithm.advantage = group alone
+    minibatches: PositiveInt = 1  # policy optimizer steps per batch, each on a share of it
     sync_interval: PositiveInt = 1  # policy steps between weight pushes
     max_staleness: int = Field(1, ge=0)  # versions the oldest token of a trajectory may lag the policy
     policy_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
@@ -228,6 +240,39 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RunConfig:
+        algorithm, rl = self.algorithm, self.rl
+        grouped, critic = algorithm.advantage == "group", algorithm.advantage == "critic"
+        refusals = {
+            f"rl.group_size = {rl.group_size} with algorithm.advantage = {algorithm.advantage!r}: groups are compared "
+            "by advantage: group, which needs at least 2; everything else samples one rollout per prompt": (
+                grouped != (rl.group_size > 1)
+            ),
+            f"rl.batch_size = {rl.batch_size} is not a multiple of rl.group_size = {rl.group_size}": (
+                rl.batch_size % rl.group_size != 0
+            ),
+            f"rl.batch_size = {rl.batch_size} is not a multiple of rl.minibatches = {rl.minibatches}": (
+                rl.batch_size % rl.minibatches != 0
+            ),
+            f"value.steps = {self.value.steps} pretrains a critic, but algorithm.advantage = {algorithm.advantage!r} "
+            "has none; set value.steps to 0": self.value.steps > 0 and not critic,
+            f"algorithm.truncation = bootstrap needs a critic, but algorithm.advantage = {algorithm.advantage!r} has "
+            "none; set it to terminal": algorithm.truncation == "bootstrap" and not critic,
+            "algorithm.loss_denominator = accepted_tokens counts what DIS accepts, but algorithm.policy_loss = "
+            "ppo_clip rejects nothing; use action_tokens or trajectories": (
+                algorithm.loss_denominator == "accepted_tokens" and algorithm.policy_loss != "dis"
+            ),
+            f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
+            f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (
+                algorithm.pi_old == "latest_pushed" and self.checkpoint.save_interval % rl.sync_interval != 0
+            ),
+        }
+        for sentence, refused in refusals.items():
+            if refused:
+                raise ValueError(sentence)
+        return self
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read, override and validate a run config.
@@ -291,7 +336,7 @@ def _sentence(problem: dict[str, Any]) -> str:
         return f"{where!r} is required and missing"
     message = problem["msg"].removeprefix("Value error, ")
     if isinstance(problem["input"], dict):
-        return f"{where}: {message}"
+        return f"{where}: {message}" if where else message  # a check across sections names its fields itself
     return f"{where!r} = {problem['input']!r}: {message}"
 
 
