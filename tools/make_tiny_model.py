@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_sao.rollout.environments.calculator import ALPHABET, demonstration, expressions, render
 
 ARCHITECTURE = {
-    "vocab_size": len(ALPHABET),
     "hidden_size": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
@@ -37,10 +37,10 @@ ARCHITECTURE = {
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
-    "max_position_embeddings": 128,
     "num_nextn_predict_layers": 0,
     "tie_word_embeddings": False,
 }
+CONTEXT = 128
 # The usual 0.02 everywhere leaves a model this small on a plateau: the first steps must not go into growing weights.
 EMBEDDING_STD = 1.0
 WEIGHT_GAIN = 0.8  # std = gain / sqrt(fan-in)
@@ -48,14 +48,15 @@ RESIDUAL_GAIN = 0.35  # the same for what is added to the residual stream
 DATA = {"operations": (2, 3), "largest": 99, "train": 8192, "eval": 512, "sft": 20000, "noise": 0.45, "slips": 0.1}
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """config.json, generation_config.json and model.safetensors."""
+def write_model(directory: Path, seed: int, alphabet: str = ALPHABET, context: int = CONTEXT) -> None:
+    """config.json, generation_config.json and model.safetensors. The end of a sequence is the character ``.``."""
     import torch
     from transformers import GenerationConfig, Glm4MoeConfig, Glm4MoeForCausalLM
 
-    ends = {"pad_token_id": 0, "eos_token_id": ALPHABET.index(".")}
+    ends = {"pad_token_id": 0, "eos_token_id": alphabet.index(".")}
+    sizes = {"vocab_size": len(alphabet), "max_position_embeddings": context}
     torch.manual_seed(seed)
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**ARCHITECTURE, **ends, dtype="float32"))
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**ARCHITECTURE, **sizes, **ends, dtype="float32"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:  # norms start at one
@@ -67,17 +68,17 @@ def write_model(directory: Path, seed: int) -> None:
     model.save_pretrained(directory)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, alphabet: str = ALPHABET, context: int = CONTEXT) -> None:
     """One token per character; text with any other character is an error, not an unknown token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(ALPHABET)}))
+    tokenizer = Tokenizer(models.WordLevel({character: i for i, character in enumerate(alphabet)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="_", eos_token=".", clean_up_tokenization_spaces=False,
-        model_max_length=ARCHITECTURE["max_position_embeddings"],
+        model_max_length=context,
     ).save_pretrained(directory)  # fmt: skip
 
 
@@ -94,15 +95,32 @@ def write_data(directory: Path, seed: int) -> None:
     rest = iter(prompts)
     for name in ("eval", "train"):
         tasks = [{"prompt": prompt, "label": value} for prompt, (_, value) in islice(rest, DATA[name])]
-        _write_lines(directory / f"{name}.jsonl", tasks)
+        write_lines(directory / f"{name}.jsonl", tasks)
     traces = (
         (prompt, demonstration(rng, expression, DATA["noise"], DATA["slips"])) for prompt, (expression, _) in rest
     )
-    _write_lines(directory / "sft.jsonl", [{"prompt": prompt, "segments": trace} for prompt, trace in traces if trace])
+    write_lines(directory / "sft.jsonl", [{"prompt": prompt, "segments": trace} for prompt, trace in traces if trace])
 
 
-def _write_lines(path: Path, records: list[dict]) -> None:
+def write_lines(path: Path, records: list[dict]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_directory(directory: Path, sources: list[Path], seed: int, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill the directory, all or nothing; not again while the sources and the seed are the same."""
+    recipe = [*(source.read_text() for source in sources), seed]
+    digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
+    stamp = directory / "made_by.sha256"
+    if stamp.exists() and stamp.read_text() == digest:
+        print(f"{directory} is up to date")
+        return
+    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    write(partial)
+    (partial / stamp.name).write_text(digest)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+    print(f"made {directory}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -110,22 +128,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/models/tiny_glm4_moe"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    environment = sys.modules[demonstration.__module__].__file__
-    recipe = [Path(__file__).read_text(), Path(environment).read_text(), options.seed]
-    digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
-    stamp = options.out / "made_by.sha256"
-    if stamp.exists() and stamp.read_text() == digest:
-        print(f"{options.out} is up to date")
-        return
-    partial = options.out.with_name(f"{options.out.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    write_model(partial, options.seed)
-    write_tokenizer(partial)
-    write_data(partial, options.seed)
-    (partial / stamp.name).write_text(digest)
-    shutil.rmtree(options.out, ignore_errors=True)
-    partial.rename(options.out)
-    print(f"made {options.out}")
+
+    def write(directory: Path) -> None:
+        write_model(directory, options.seed)
+        write_tokenizer(directory)
+        write_data(directory, options.seed)
+
+    environment = Path(sys.modules[demonstration.__module__].__file__)
+    make_directory(options.out, [Path(__file__), environment], options.seed, write)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def value_loss(
         old_values = old_values.detach().to(dtype)
         clamped = old_values + (values - old_values).clamp(-clip, clip)
         clamped_loss = 0.5 * torch.where(action, clamped - returns, 0.0).square()
-        clipped = action & (clamped_loss > loss)
+        # inside the region `clamped` is the value up to rounding, which must not count
+        clipped = action & ((values - old_values).abs() > clip) & (clamped_loss > loss)
         loss = torch.maximum(loss, clamped_loss)
     return loss.sum(), {"num_action_tokens": action.sum(), "clipped": clipped.sum()}
 

@@ -19,8 +19,8 @@ def dis_policy_loss(
     """``-sum_i sg[f(rho_i)] A_i l_i`` with ``rho_i = exp(l_i - b_i)`` and ``f(rho) = rho`` strictly inside
     ``(1 - eps_low, 1 + eps_high)``, else 0.
 
-    A token outside the band, or whose ratio is not finite (``b = -inf``, NaN), contributes exactly zero
-    gradient; so does every position off the mask, whatever it holds.
+    A token outside the band, or whose ratio or its logarithm is not finite (``b = -inf``, NaN), contributes
+    exactly zero gradient; so does every position off the mask, whatever it holds.
 
     Args:
         logprobs: ``l``, float [T], current policy, requires grad.
@@ -43,7 +43,7 @@ def dis_policy_loss(
     # float64, so that float32 neither overflows a merely large ratio nor rounds one across the band's edge
     log_ratio = logprobs.detach().double() - rollout_logprobs.double()
     rho = log_ratio.exp()
-    finite = action & rho.isfinite() & logprobs.detach().isfinite()
+    finite = action & rho.isfinite() & log_ratio.isfinite()
     below = finite & (rho <= 1 - eps_low)
     above = finite & (rho >= 1 + eps_high)
     accepted = finite & ~below & ~above

@@ -10,10 +10,16 @@ the next. With action tokens 1..n of a trajectory::
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import torch
+from scipy.signal import lfilter
 from torch import Tensor
 
 from megatron_sao.algorithm.packed import check_packed
+
+BLOCK = 32_768  # tokens whose arrays stay in a core's second-level cache together
 
 
 def length_adaptive_lambda(num_action_tokens: int, alpha: float = 1.5) -> float:
@@ -55,11 +61,14 @@ def batched_skip_observation_gae(
     lam: Tensor,
     bootstrap_values: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`skip_observation_gae` of B trajectories packed one after the other, without a loop over tokens.
+    """:func:`skip_observation_gae` of B trajectories packed one after the other.
+
+    Computed on the CPU wherever the tensors are: the recursion is sequential. It runs over blocks of tokens that
+    stay in the cache (tools/bench/gae.py measures it).
 
     Args:
         rewards, values, loss_mask: [T].
-        cu_seqlens: int [B + 1], trajectory k is ``[cu_seqlens[k], cu_seqlens[k + 1])``; from 0 to T.
+        cu_seqlens: int [B + 1], trajectory k is ``[cu_seqlens[k], cu_seqlens[k + 1])``; ascending, from 0 to T.
         gamma: discount.
         lam, bootstrap_values: float [B], one per trajectory.
 
@@ -71,43 +80,53 @@ def batched_skip_observation_gae(
     """
     check_packed(values=values, rewards=rewards, loss_mask=loss_mask)
     check_packed(lam=lam, bootstrap_values=bootstrap_values, trajectories=cu_seqlens[1:])
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != values.numel():
-        raise ValueError(
-            f"cu_seqlens runs from {cu_seqlens[0]} to {cu_seqlens[-1]}; it must span 0 to {values.numel()}"
-        )
-    positions = (loss_mask != 0).nonzero().squeeze(1)
-    trajectory = torch.searchsorted(cu_seqlens[1:].contiguous(), positions.to(cu_seqlens.dtype), right=True)
-    reward, value = rewards[positions].double(), values[positions].double()
-    bootstrap, lam = bootstrap_values.double()[trajectory], lam.double()[trajectory]
-
-    last = torch.ones_like(trajectory, dtype=torch.bool)
-    last[:-1] = trajectory[1:] != trajectory[:-1]
-    next_value = torch.where(last, bootstrap, value.roll(-1))
-    delta = reward + gamma * next_value - value
-    reward_to_go = torch.where(last, reward + gamma * bootstrap, reward)
-
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    advantages = torch.zeros_like(values, dtype=dtype)
-    returns = torch.zeros_like(values, dtype=dtype)
-    advantages[positions] = _discounted_suffix_sums(delta, gamma * lam, trajectory).to(dtype)
-    returns[positions] = _discounted_suffix_sums(reward_to_go, torch.full_like(lam, gamma), trajectory).to(dtype)
-    return advantages, returns
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != values.numel() or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must ascend from 0 to {values.numel()}")
+    inputs = [_numpy(rewards), _numpy(values), loss_mask.to("cpu", torch.bool).numpy()]
+    # numpy asks the kernel for huge pages, torch does not: faulting in small ones would take as long as the maths
+    advantages, returns = (np.zeros(values.numel(), inputs[1].dtype) for _ in range(2))
+    scalars = zip(pairwise(bounds), lam.tolist(), bootstrap_values.tolist(), strict=True)
+    for (start, stop), trajectory_lam, bootstrap in scalars:
+        arrays = (array[start:stop] for array in (*inputs, advantages, returns))
+        _fill_trajectory(*arrays, gamma, trajectory_lam, bootstrap)
+    return torch.from_numpy(advantages).to(values.device), torch.from_numpy(returns).to(values.device)
 
 
-def _discounted_suffix_sums(terms: Tensor, decay: Tensor, trajectory: Tensor) -> Tensor:
-    """``S_i = terms_i + decay_i S_{i+1}`` inside each run of equal ``trajectory``; float64 [n] each.
+def _fill_trajectory(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    advantages: np.ndarray,
+    returns: np.ndarray,
+    gamma: float,
+    lam: float,
+    bootstrap: float,
+) -> None:
+    """The recursion over one trajectory, [L] each; writes ``advantages`` and ``returns`` at the action tokens."""
+    advantage, target, next_value = 0.0, bootstrap, bootstrap  # of the action token after the block
+    for stop in range(len(mask), 0, -BLOCK):
+        start = max(0, stop - BLOCK)
+        actions = start + np.flatnonzero(mask[start:stop])
+        if actions.size == 0:
+            continue
+        reward = rewards[actions].astype(np.float64, copy=False)
+        value = values[actions].astype(np.float64, copy=False)
+        delta = reward - value
+        delta[:-1] += gamma * value[1:]
+        delta[-1] += gamma * next_value + gamma * lam * advantage
+        reward[-1] += gamma * target
+        advantages[actions] = discounted = _discounted_suffix_sums(delta, gamma * lam)
+        returns[actions] = reward_to_go = _discounted_suffix_sums(reward, gamma)
+        advantage, target, next_value = discounted[0], reward_to_go[0], value[0]
 
-    Doubling: after round k, S_i covers the next 2^k terms. log2(n) rounds, and only sums and products of
-    numbers at most 1 (no division by decay^n, which underflows on long trajectories). `decay` is constant
-    within a trajectory.
-    """
-    sums = terms
-    longest = int(trajectory.bincount().max()) if trajectory.numel() else 0
-    stride = 1
-    while stride < longest:
-        same = trajectory[stride:] == trajectory[:-stride]
-        further = torch.where(same, decay[stride:] * sums[stride:], 0.0)
-        sums = torch.cat([sums[:-stride] + further, sums[-stride:]])
-        decay = decay * decay
-        stride *= 2
-    return sums
+
+def _discounted_suffix_sums(terms: np.ndarray, decay: float) -> np.ndarray:
+    """``S_i = terms_i + decay S_{i+1}``; float64 [n], n > 0."""
+    # lfilter computes y_i = x_i + d y_{i-1}: no division by d^n, which underflows on long trajectories
+    return lfilter([1.0], [1.0, -decay], terms[::-1])[::-1]
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor on the CPU, at least float32 (numpy has no bfloat16); no copy where it is that already."""
+    return tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32)).numpy()

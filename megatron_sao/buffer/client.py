@@ -77,6 +77,7 @@ class Lease:
     attempt: int
     expires_in: float
     version: str | None = None  # evaluation only: the weight version every token must come from
+    group: str | None = None  # of the trajectory; None unless rl.group_size > 1
 
 
 @dataclass(frozen=True)

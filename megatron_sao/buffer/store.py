@@ -31,12 +31,12 @@ class Store:
     Args:
         directory: owned exclusively; created if absent.
         config: of the run.
-        tasks, eval_tasks: must be those the directory was created with.
+        tasks, eval_tasks: must be those the directory was created with, as must ``rl.group_size``.
         clock: monotonic seconds.
 
     Raises:
-        StoreError: another process owns the directory, or it belongs to other tasks. Every method raises it for a
-            refusal, with the HTTP status that fits.
+        StoreError: another process owns the directory, or it belongs to other tasks or groups. Every method raises
+            it for a refusal, with the HTTP status that fits.
     """
 
     def __init__(
@@ -59,8 +59,18 @@ class Store:
                 f"{directory} was filled from other tasks than {config.data.train} and {config.data.eval} "
                 "hold now; restore those files or choose a new run directory",
             )
+        group_size = config.rl.group_size
+        filled_with = self._db.get("group_size", group_size if self._db.get("tasks") is None else 1)
+        if filled_with != group_size:
+            self.close()
+            raise StoreError(
+                409,
+                f"{directory} was filled with rl.group_size = {filled_with}, now it is {group_size}, which gives every "
+                "epoch number another meaning; restore it or choose a new run directory",
+            )
         with self._db.transaction():
             self._db.set("tasks", digest)
+            self._db.set("group_size", group_size)
         self.engines = Engines(self._db, clock)
         self.visits = Visits(self._db, self.engines, config, tasks, eval_tasks, clock)
 
@@ -187,6 +197,11 @@ class Store:
                 f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
                 "with the task, epoch and attempt of a lease",
             )
+        group = self.visits.groups.label(trajectory.kind, trajectory.task_id, trajectory.epoch)
+        if trajectory.group != group:
+            return StoreError(
+                422, f"group: {trajectory.group!r}, but the lease of this visit says {group!r}; submit with that"
+            )
         return None
 
     def read(self, id: str) -> bytes:
@@ -212,10 +227,18 @@ class Store:
     def batch(
         self, stage: str, step: int, incarnation: int, batch_size: int, policy_version: int
     ) -> list[dict[str, Any]] | None:
-        """The manifest of a step, on the disk before it is returned; None while there are too few trajectories."""
+        """The manifest of a step, on the disk before it is returned; None while there are too few complete groups
+        (with ``rl.group_size`` 1: trajectories)."""
         self._rules(incarnation)
         if stage == "sft":
             raise StoreError(422, "the stage 'sft' trains on demonstrations; it takes no batch from the buffer")
+        groups = self.visits.groups
+        if batch_size % groups.size:
+            raise StoreError(
+                422,
+                f"batch_size={batch_size} is not a multiple of rl.group_size = {groups.size}, and a batch holds whole "
+                "groups; change one of them",
+            )
         key = self._key(stage, step)
         self.visits.expire()
         with self._db.transaction():
@@ -224,15 +247,13 @@ class Store:
             recorded = self._db.row("SELECT * FROM batches WHERE stage=? AND step=?", *key)
             if recorded is None:
                 self._drop_stale(policy_version)
-                oldest = self._db.rows(
-                    "SELECT serial FROM trajectories WHERE state='stored' ORDER BY serial LIMIT ?", batch_size
-                )
+                oldest = groups.oldest_complete(batch_size)
                 if len(oldest) < batch_size:
                     return None
                 self._db.run("INSERT INTO batches VALUES(?, ?, ?, ?)", *key, batch_size, policy_version)
-                for row in oldest:
+                for serial in oldest:
                     self._db.run(
-                        "UPDATE trajectories SET state='assigned', stage=?, step=? WHERE serial=?", *key, row["serial"]
+                        "UPDATE trajectories SET state='assigned', stage=?, step=? WHERE serial=?", *key, serial
                     )
             elif (recorded["batch_size"], recorded["policy_version"]) != (batch_size, policy_version):
                 raise StoreError(
@@ -269,14 +290,7 @@ class Store:
         self._segments.keep_only({row["segment"] for row in live})
 
     def _manifest(self, key: tuple[int, int]) -> list[dict[str, Any]]:
-        return [
-            dict(row)
-            for row in self._db.rows(
-                "SELECT id, num_tokens, num_action_tokens FROM trajectories "
-                "WHERE state='assigned' AND stage=? AND step=? ORDER BY serial",
-                *key,
-            )
-        ]
+        return [dict(row) for row in self.visits.groups.assigned(*key)]
 
     def _key(self, stage: str, step: int) -> tuple[int, int]:
         """(stage, step) as comparable numbers. Raises 410 if it has been collected."""
@@ -292,15 +306,17 @@ class Store:
 
     def _drop_stale(self, policy_version: int) -> None:
         resumed_at = {row["incarnation"]: row["policy_version"] for row in self._db.rows("SELECT * FROM trainers")}
-        for row in self._db.rows("SELECT serial, versions FROM trajectories WHERE state='stored'"):
+        lost = []
+        for row in self._db.rows("SELECT serial, visit, versions FROM trajectories WHERE state='stored'"):
             oldest = min(_effective(version, resumed_at) for version in json.loads(row["versions"]))
             if policy_version - oldest > self._config.rl.max_staleness:
-                self._db.run(
-                    "UPDATE trajectories SET state='dropped', reason=? WHERE serial=?",
-                    f"stale: version {oldest}, policy {policy_version}",
-                    row["serial"],
-                )
+                reason = f"stale: version {oldest}, policy {policy_version}"
+                self._db.run("UPDATE trajectories SET state='dropped', reason=? WHERE serial=?", reason, row["serial"])
                 self._db.count("dropped_stale")
+                lost.append((row["visit"], reason))
+        for visit_id, reason in lost:  # after all are found: one that is stale itself is not counted as a sibling
+            visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)
+            self.visits.groups.drop_siblings(visit, reason)
 
     # Evaluations
 
@@ -386,6 +402,7 @@ COUNTERS = (
     "trajectories_late",
     "trajectories_failed",
     "dropped_stale",
+    "dropped_incomplete_group",
     "leases_expired",
     "leases_released",
     "train_visits_set_aside",

@@ -1,8 +1,8 @@
 """Visits, (task, epoch) pairs: who plays which now, at which attempt, and how far rollouts may run ahead.
 
 Life of a visit: ready → leased → done (a trajectory was accepted), or back to ready when the lease expires, is
-released or ends in a failure of the environment's own; after ``max_attempts`` leases it is set aside. The visits
-of an evaluation have the evaluation's number as their epoch.
+released or ends in a failure of the environment's own; after ``max_attempts`` leases it is set aside, with the rest
+of its sampling group. The visits of an evaluation have the evaluation's number as their epoch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_sao.buffer.database import Database, StoreError
 from megatron_sao.buffer.engines import Engines
+from megatron_sao.buffer.groups import Groups
 from megatron_sao.config import RunConfig
 from megatron_sao.data.tasks import Task, epoch_order
 
@@ -39,6 +40,7 @@ class Visits:
         self._eval_tasks = eval_tasks
         self._by_id = {"train": {task.id: task for task in tasks}, "eval": {task.id: task for task in eval_tasks}}
         self._clock = clock
+        self.groups = Groups(db, config.rl.group_size)
         self._order = (-1, epoch_order(0, 0, 0))
         leased = db.rows("SELECT id FROM visits WHERE state='leased'")
         self._deadlines = {row["id"]: clock() + config.buffer.lease_seconds for row in leased}
@@ -62,11 +64,7 @@ class Visits:
                     max_leases,
                 )
             ][:max_leases]
-            room = min(max_leases - len(granted), self.limit() - self.outstanding())
-            if room > 0:
-                ready = "SELECT id FROM visits WHERE kind='train' AND state='ready' ORDER BY id LIMIT ?"
-                returned = [visit["id"] for visit in self._db.rows(ready, room)]
-                granted += returned + [self._new_visit() for _ in range(room - len(returned))]
+            granted += self._train_visits(max_leases - len(granted))
             for visit_id in granted:
                 self._db.run(
                     "UPDATE visits SET state='leased', attempt=attempt+1, worker=?, request=?, reason=NULL WHERE id=?",
@@ -124,6 +122,7 @@ class Visits:
         )
         if last:
             self._db.count(f"{visit['kind']}_visits_set_aside")
+            self.groups.drop_siblings(visit, f"set aside after {visit['attempt']} attempts, the last one: {reason}")
 
     def done(self, visit: Row) -> None:
         """Inside a transaction: the visit has its trajectory."""
@@ -176,17 +175,41 @@ class Visits:
         self._db.run("DELETE FROM visits WHERE kind='eval' AND epoch=?", number)
         self._db.run("DELETE FROM evaluations WHERE id=?", number)
 
-    def _new_visit(self) -> int:
-        epoch, position = self._db.get("cursor", [0, 0])
+    def _train_visits(self, wanted: int) -> list[int]:
+        """Inside a transaction: up to ``wanted`` visits to lease, those that came back first.
+
+        Why groups cannot starve each other: a group enters whole and leaves whole, to a batch or dropped, and
+        ``limit`` is a multiple of its size. So visits leased, stored and ready together stay within ``limit``, and
+        there is always room for a ready one: sooner or later no member is missing, and either the open groups fill
+        a batch or there is room for more of them. Only a resume with a smaller batch_size or max_staleness could
+        leave ready visits no room in front of a buffer full of groups that wait for them. Hence a member of a
+        group asks for none.
+        """
+        room = max(0, min(wanted, self.limit() - self.outstanding()))
+        ready = self._db.scalar("SELECT count(*) FROM visits WHERE kind='train' AND state='ready'")
+        for _ in range(ready, room, self.groups.size):
+            self._enter_next_task()
+        rows = self._db.rows(
+            "SELECT id FROM visits WHERE kind='train' AND state='ready' ORDER BY id LIMIT ?",
+            room if self.groups.size == 1 else wanted,
+        )
+        return [row["id"] for row in rows]
+
+    def _enter_next_task(self) -> None:
+        """Make the visits of the next task's group, ready."""
+        number, position = self._db.get("cursor", [0, 0])  # pass over the tasks, place in it
         if position == len(self._tasks):
-            epoch, position = epoch + 1, 0
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(len(self._tasks), self._config.seed, epoch))
+            number, position = number + 1, 0
+        if self._order[0] != number:
+            self._order = (number, epoch_order(len(self._tasks), self._config.seed, number))
         task = self._tasks[self._order[1][position]]
-        self._db.set("cursor", [epoch, position + 1])
-        return self._db.run(
-            "INSERT INTO visits(kind, epoch, task_id, state, attempt) VALUES('train', ?, ?, 'ready', 0)", epoch, task.id
-        ).lastrowid
+        self._db.set("cursor", [number, position + 1])
+        for member in range(self.groups.size):
+            self._db.run(
+                "INSERT INTO visits(kind, epoch, task_id, state, attempt) VALUES('train', ?, ?, 'ready', 0)",
+                number * self.groups.size + member,
+                task.id,
+            )
 
     def _by_number(self, visit_id: int) -> Row:
         visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)
@@ -206,4 +229,5 @@ class Visits:
             "attempt": visit["attempt"],
             "expires_in": max(0.0, self._deadlines[visit["id"]] - self._clock()),
             "version": version,
+            "group": self.groups.label(visit["kind"], visit["task_id"], visit["epoch"]),
         }

@@ -115,7 +115,16 @@ class Session:
         self.reward(value)
 
     def trajectory(
-        self, *, id: str, run_id: str, task_id: str, epoch: int, attempt: int, kind: str, failure: str | None = None
+        self,
+        *,
+        id: str,
+        run_id: str,
+        task_id: str,
+        epoch: int,
+        attempt: int,
+        kind: str,
+        group: str | None = None,
+        failure: str | None = None,
     ) -> Trajectory:
         """The record of the episode, whether finished or failed."""
         metrics = {name: float(value) for name, value in self.metrics.items()} | {
@@ -124,7 +133,7 @@ class Session:
             "engine_retries": float(self.retries),
         }
         return Trajectory(
-            id=id, run_id=run_id, task_id=task_id, epoch=epoch, attempt=attempt, kind=kind, group=None,
+            id=id, run_id=run_id, task_id=task_id, epoch=epoch, attempt=attempt, kind=kind, group=group,
             token_ids=np.array(self.token_ids, np.int32), loss_mask=np.array(self.loss_mask, np.uint8),
             logprobs=np.array(self.logprobs, np.float32), rewards=np.array(self.rewards, np.float32),
             versions=self.versions, turns=self.turns, sampling=self._sampling.model_dump(), support=None,

@@ -85,7 +85,7 @@ class Player:
         self._reward: Reward | None = load_object(path, "rollout.reward") if path else None
         self._failures = 0
 
-    async def play(self, task: Task, kind: str, epoch: int, attempt: int) -> Trajectory:
+    async def play(self, task: Task, kind: str, epoch: int, attempt: int, group: str | None = None) -> Trajectory:
         """One episode; with ``failure`` set if the environment failed it. Evaluation samples at temperature 1.
 
         Raises:
@@ -104,7 +104,7 @@ class Player:
             )
         return session.trajectory(
             id=uuid.uuid4().hex, run_id=self._run_id, task_id=task.id, epoch=epoch, attempt=attempt, kind=kind,
-            failure=failure,
+            group=group, failure=failure,
         )  # fmt: skip
 
     async def _episode(self, session: Session, task: Task) -> str | None:
@@ -169,7 +169,9 @@ class Worker:
 
     async def _episode(self, lease: Lease) -> None:
         try:
-            trajectory = await self._player.play(Task(**lease.task), lease.kind, lease.epoch, lease.attempt)
+            trajectory = await self._player.play(
+                Task(**lease.task), lease.kind, lease.epoch, lease.attempt, lease.group
+            )
             result = await self._buffer.submit(trajectory)
             log.debug("visit %s: %s", lease.visit_id, result)
         except EngineError as error:

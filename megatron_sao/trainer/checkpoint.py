@@ -94,8 +94,14 @@ class Checkpoints:
         """The oldest retained checkpoint: the buffer must keep every batch from there on."""
         return min(self._complete())
 
-    def save(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
-        """Write the weights of ``models`` and the optimizers of ``trained`` (of the same names)."""
+    def save(
+        self,
+        position: Position,
+        models: dict[str, list[GPTModel]],
+        trained: dict[str, Trainable],
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the weights of ``models``, the optimizers of ``trained`` (of the same names) and ``extra`` as JSON."""
         final = self._directory / str(position)
         temporary = self._directory / f"{position}.tmp"
         if dist.get_rank() == 0:
@@ -106,6 +112,7 @@ class Checkpoints:
         dist.barrier()
         if dist.get_rank() == 0:
             meta = {"config": self._fingerprint, "models": sorted(models), "optimizers": sorted(trained)}
+            (temporary / "extra.json").write_text(json.dumps(extra or {}))
             (temporary / "meta.json").write_text(json.dumps(meta))
             _sync(temporary)
             shutil.rmtree(final, ignore_errors=True)
@@ -135,6 +142,10 @@ class Checkpoints:
     def contents(self, position: Position) -> Contents:
         meta = json.loads((self._directory / str(position) / "meta.json").read_text())
         return Contents(meta["models"], meta["optimizers"])
+
+    def extra(self, position: Position) -> dict[str, Any]:
+        """What :meth:`save` was given besides models and optimizers."""
+        return json.loads((self._directory / str(position) / "extra.json").read_text())
 
     def _complete(self) -> list[Position]:
         names = (p.parent.name for p in self._directory.glob("*/meta.json"))

@@ -1,4 +1,4 @@
-"""The critic: values of a batch, its advantages and targets, and the value step."""
+"""The critic: values of a batch and the value step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from megatron_sao.algorithm import batched_skip_observation_gae, length_adaptive_lambda, value_loss
+from megatron_sao.algorithm import value_loss
 from megatron_sao.config import AlgorithmConfig, ConfigError
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs, reduce_stats
@@ -35,7 +35,6 @@ class Critic:
 
     def __init__(self, trainable: Trainable) -> None:
         self.trainable = trainable
-        self._device = next(trainable.chunks[0].parameters()).device
 
     def fill_values(self, batch: list[MicroBatch]) -> None:
         """Set ``values`` of every micro-batch, detached, on the last pipeline stage."""
@@ -57,19 +56,20 @@ class Critic:
 
             def loss(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Stats]:
                 loss_sum, stats = value_loss(
-                    values.flatten(), batch.returns, batch.loss_mask, batch.values, algorithm.value_clip
+                    values.flatten(), batch.returns, batch.value_mask, batch.values, algorithm.value_clip
                 )
-                return loss_sum, stats["num_action_tokens"].int(), stats | {"loss_sum": loss_sum.detach()}
+                count = stats["num_action_tokens"]
+                sums = {"loss_sum": loss_sum.detach(), "denominator": count, "clipped": stats["clipped"]}
+                return loss_sum, count.int(), sums
 
             return output, loss
 
-        per_microbatch, grad_norm = self.trainable.train_step(batch, step)
-        stats = reduce_stats(per_microbatch, ["loss_sum", "num_action_tokens", "clipped"], self._device)
-        tokens = max(stats["num_action_tokens"], 1.0)
+        stats = self.trainable.train_step(batch, step, ["loss_sum", "denominator", "clipped"])
+        tokens = max(stats["denominator"], 1.0)
         return {
             "train/value_loss": stats["loss_sum"] / tokens,
             "train/value_clipped_fraction": stats["clipped"] / tokens,
-            "train/critic_grad_norm": grad_norm,
+            "train/critic_grad_norm": stats["grad_norm"],
             "train/critic_lr": self.trainable.learning_rate,
         }
 
@@ -85,32 +85,8 @@ class Critic:
             count = torch.tensor(returns.numel(), dtype=torch.float64, device=returns.device)
             sums = (count, returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum())
             stats.append(dict(zip(keys, sums, strict=True)))
-        s = reduce_stats(stats, keys, self._device)
+        s = reduce_stats(stats, keys, self.trainable.device)
         count = max(s["count"], 1.0)
         variance = s["returns_sq"] / count - (s["returns"] / count) ** 2
         error = s["errors_sq"] / count - (s["errors"] / count) ** 2
         return {"train/explained_variance": 1 - error / variance if variance > 1e-12 else 0.0}
-
-
-def fill_advantages(batch: list[MicroBatch], algorithm: AlgorithmConfig) -> None:
-    """Set ``advantages`` and ``returns`` from ``rewards`` and ``values`` (SAO.md §3), where the values are."""
-    for micro in batch:
-        if micro.values is None:
-            continue
-        device = micro.values.device
-        num_sequences = micro.cu_seqlens.numel() - 1
-        lambdas = torch.zeros(num_sequences, dtype=torch.float64)
-        bootstrap = torch.zeros(num_sequences, dtype=torch.float64)
-        for index, (trajectory, (_, end)) in enumerate(zip(micro.trajectories, micro.spans(), strict=True)):
-            lambdas[index] = length_adaptive_lambda(trajectory.num_action_tokens, algorithm.lambda_alpha)
-            if trajectory.truncated and algorithm.truncation == "bootstrap":
-                bootstrap[index] = micro.values[end - 1]  # the state after the last token
-        micro.advantages, micro.returns = batched_skip_observation_gae(
-            micro.rewards,
-            micro.values,
-            micro.loss_mask,
-            micro.cu_seqlens,
-            algorithm.gamma,
-            lambdas.to(device),
-            bootstrap.to(device),
-        )

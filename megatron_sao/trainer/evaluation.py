@@ -50,7 +50,7 @@ def _mismatch(batch: list[MicroBatch], policy: Policy, version: str, config: Run
     stats = []
     logprobs = policy.logprobs(batch, EVAL_TEMPERATURE)
     for micro, current in zip(batch, logprobs, strict=False):  # there are none before the last stage
-        same = _sampled_under(micro, version) & micro.loss_mask
+        same = micro.sampled_under([version])
         difference = (current - micro.rollout_logprobs)[same].abs().double()
         stats.append(
             {
@@ -78,13 +78,3 @@ def _mismatch(batch: list[MicroBatch], policy: Policy, version: str, config: Run
         "mismatch/max_abs_logprob_diff": total["difference_max"],
         "mismatch/tokens": tokens,
     }
-
-
-def _sampled_under(micro: MicroBatch, version: str) -> torch.Tensor:
-    """bool [T]: whether the token that each position predicts was sampled under ``version``."""
-    mask = torch.zeros_like(micro.loss_mask)
-    for trajectory, (start, end) in zip(micro.trajectories, micro.spans(), strict=True):
-        for label, first, last in trajectory.versions:
-            if label == version:
-                mask[start + max(first - 1, 0) : min(start + last - 1, end)] = True
-    return mask

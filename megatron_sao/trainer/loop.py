@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megatron_sao.algorithm import RunningMeanBaseline
 from megatron_sao.config import RunConfig
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import Trajectory, parse_version
 from megatron_sao.models.hf import HFModel
+from megatron_sao.trainer.advantages import fill_critic_advantages, fill_outcome_advantages, outcome_advantages
 from megatron_sao.trainer.checkpoint import Checkpoints, Position
-from megatron_sao.trainer.critic import Critic, fill_advantages
+from megatron_sao.trainer.critic import Critic
 from megatron_sao.trainer.evaluation import evaluate
 from megatron_sao.trainer.fleet import EngineFleet
 from megatron_sao.trainer.metrics import MetricsWriter, Stopwatch
 from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
-from megatron_sao.trainer.source import BatchSource, Demonstrations, LiveSource, permute_rewards
+from megatron_sao.trainer.source import BatchSource, Demonstrations, check_temperature, permute_rewards
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
@@ -29,7 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Stage:
-    """What all stages need. ``source`` and ``fleet`` are None where the stage has no use for them."""
+    """What all stages need. ``critic``, ``source`` and ``fleet`` are None where the stage has no use for them;
+    ``baseline`` is the running mean's state, empty under any other advantage."""
 
     config: RunConfig
     model: HFModel
@@ -39,6 +43,7 @@ class Stage:
     exporter: HFExporter
     run_dir: Path
     policy: Policy
+    baseline: RunningMeanBaseline
     critic: Critic | None = None
     source: BatchSource | None = None
     fleet: EngineFleet | None = None
@@ -70,7 +75,7 @@ class Stage:
         self._save(Position.of(stage, 0), models, {})
 
     def _save(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
-        self.checkpoints.save(position, models, trained)
+        self.checkpoints.save(position, models, trained, extra={"running_mean": self.baseline.state_dict()})
         if self.source is not None:
             oldest = self.checkpoints.oldest()
             self.source.commit(oldest.stage, oldest.step)
@@ -99,7 +104,7 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
         watch.lap("wait")
         batch = stage.microbatches(trajectories)
         stage.critic.fill_values(batch)
-        fill_advantages(batch, config.algorithm)
+        fill_critic_advantages(batch, config.algorithm)
         watch.lap("values")
         metrics = stage.critic.explained_variance(batch) | stage.critic.step(batch, config.algorithm)
         watch.lap("critic")
@@ -129,10 +134,10 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         metrics = sao_step(stage, step, trajectories, watch)
         evaluation_due = config.eval.every > 0 and (step + 1) % config.eval.every == 0
         last = step + 1 == steps
-        if stage.fleet is not None and ((step + 1) % settings.sync_interval == 0 or evaluation_due or last):
-            stage.fleet.publish(step + 1)
+        if (step + 1) % settings.sync_interval == 0 or evaluation_due or last:
+            publish(stage, step + 1)
             watch.lap("push")
-        metrics |= rollout_metrics(trajectories, step, watch.total)
+        metrics |= rollout_metrics(trajectories, step, watch.total) | stage.source.counters()
         stage.metrics.write("rl", step, metrics | watch.metrics() | {"progress/steps": steps})
         if evaluation_due or last:
             evaluate_if_live(stage, step + 1)
@@ -144,37 +149,60 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         stage.fleet.close()
 
 
+def publish(stage: Stage, policy_version: int) -> None:
+    """Bring the policy's weights to the engines."""
+    if stage.fleet is not None:
+        stage.fleet.publish(policy_version)
+    if stage.config.algorithm.pi_old == "latest_pushed":
+        stage.policy.remember_pushed()
+
+
 def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Stopwatch) -> dict[str, float]:
-    """Critic forward, advantages and targets from those values, K critic steps, one policy step (SAO.md §4)."""
-    algorithm = stage.config.algorithm
+    """Critic forward, advantages and targets from those values, K critic steps, the policy's step (SAO.md §4).
+
+    The baselines go the same way: without a critic the advantages come from the outcomes, and with mini-batches the
+    policy takes one optimizer step on each.
+    """
+    algorithm, settings = stage.config.algorithm, stage.config.rl
+    check_temperature(trajectories, stage.config.rollout.sampling.temperature)
     if algorithm.permute_rewards:
         trajectories = permute_rewards(trajectories, seed=stage.config.seed * 1_000_003 + step)
-    batch = stage.microbatches(trajectories)
-    if sum(t.num_action_tokens for t in trajectories) == 0:
-        # A zero gradient would still move Adam's weights.
-        log.warning("step %d: the batch holds no action token; no optimizer step is taken", step)
-        return {"train/skipped_steps": 1.0}
-    stage.critic.fill_values(batch)
-    fill_advantages(batch, algorithm)
-    metrics = stage.critic.explained_variance(batch)
-    watch.lap("values")
-    for update in range(algorithm.critic_updates):
-        update_metrics = stage.critic.step(batch, algorithm)
-        if update == 0:
-            metrics |= update_metrics
-    watch.lap("critic")
-    metrics |= stage.policy.step(batch, algorithm)
+    share = -(-len(trajectories) // settings.minibatches)
+    minibatches = [stage.microbatches(list(part)) for part in batched(trajectories, share)]
+    batch = [micro for minibatch in minibatches for micro in minibatch]
+    if stage.critic is not None:
+        stage.critic.fill_values(batch)
+        fill_critic_advantages(batch, algorithm)
+        metrics = stage.critic.explained_variance(batch)
+        watch.lap("values")
+        updates = [stage.critic.step(batch, algorithm) for _ in range(algorithm.critic_updates)]
+        metrics |= updates[0]  # the loss and gradient of the values that the advantages were taken from
+        watch.lap("critic")
+    else:
+        advantages = outcome_advantages(trajectories, algorithm, stage.baseline)
+        fill_outcome_advantages(batch, {t.id: a for t, a in zip(trajectories, advantages, strict=True)})
+        metrics = {}
+    metrics |= stage.policy.step(minibatches, algorithm, _own_versions(stage, step, trajectories))
     watch.lap("policy")
     return metrics
 
 
+def _own_versions(stage: Stage, step: int, trajectories: list[Trajectory]) -> set[str]:
+    """Labels of the very weights that step ``step`` trains. Recorded batches do not tell incarnations apart."""
+    if stage.source.version is not None:
+        return {stage.source.version} if parse_version(stage.source.version)[1] == step else set()
+    return {label for t in trajectories for label in t.action_versions if parse_version(label)[1] == step}
+
+
 def evaluate_if_live(stage: Stage, step: int) -> None:
     """Held-out success under the version just published; recorded batches have nobody to play them."""
-    if not isinstance(stage.source, LiveSource) or stage.config.data.eval is None:
+    if stage.config.data.eval is None:
         return
     watch = Stopwatch()
     trajectories = stage.source.evaluate("rl", step, stage.config.eval.prompts)
+    if trajectories is None:
+        return
     watch.lap("eval")
-    metrics = evaluate(trajectories, stage.microbatches(trajectories), stage.policy, stage.fleet.version, stage.config)
+    metrics = evaluate(trajectories, stage.microbatches(trajectories), stage.policy, stage.source.version, stage.config)
     watch.lap("mismatch")
-    stage.metrics.write("rl", step, metrics | watch.metrics() | stage.source.counters())
+    stage.metrics.write("rl", step, metrics | watch.metrics())

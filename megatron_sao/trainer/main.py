@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoTokenizer
 
+from megatron_sao.algorithm import RunningMeanBaseline
 from megatron_sao.buffer.client import BufferClient, buffer_address
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
 from megatron_sao.distributed import broadcast_json
@@ -64,8 +65,11 @@ class Run:
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
         self.recorded = None if batches_dir is None else RecordedSource(batches_dir)
-        self.client = None if self.recorded else BufferClient(*buffer_address())  # --batches needs no buffer
         self.incarnation: int | None = None
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = None if self.recorded else BufferClient(*buffer_address())  # --batches needs no buffer
 
     def run(self) -> None:
         start = self.checkpoints.latest() or Position.of("sft", 0)
@@ -107,18 +111,26 @@ class Run:
         return self._stage(self._policy(evaluated), Critic(trained), policy_version=0)
 
     def _rl_stage(self, step: int) -> Stage:
+        settings, algorithm = self.config.rl, self.config.algorithm
         policy, policy_config = self._chunks("policy")
-        critic, critic_config = self._chunks("critic")
-        freeze_critic(critic, self.config.algorithm.critic_trainable)
-        settings, updates = self.config.rl, self.config.algorithm.critic_updates
-        warmup = settings.critic_optimizer.warmup_steps * updates  # configured in policy steps
-        critic_settings = settings.critic_optimizer.model_copy(update={"warmup_steps": warmup})
+        models = {"policy": policy}
+        policy_steps = settings.steps * settings.minibatches
         trained = {
-            "policy": self._trainable(policy, policy_config, settings.policy_optimizer, settings.steps),
-            "critic": self._trainable(critic, critic_config, critic_settings, settings.steps * updates),
+            "policy": self._trainable(
+                policy, policy_config, _per_step(settings.policy_optimizer, settings.minibatches), policy_steps
+            )
         }
-        self._restore(Position.of("rl", step), {"policy": policy, "critic": critic}, trained)
-        return self._stage(self._policy(trained["policy"]), Critic(trained["critic"]), policy_version=step)
+        if algorithm.advantage == "critic":
+            models["critic"], critic_config = self._chunks("critic")
+            freeze_critic(models["critic"], algorithm.critic_trainable)
+            updates = algorithm.critic_updates
+            critic_settings = _per_step(settings.critic_optimizer, updates)
+            trained["critic"] = self._trainable(
+                models["critic"], critic_config, critic_settings, settings.steps * updates
+            )
+        self._restore(Position.of("rl", step), models, trained)
+        critic = Critic(trained["critic"]) if "critic" in trained else None
+        return self._stage(self._policy(trained["policy"]), critic, policy_version=step)
 
     def _policy(self, trainable: Trainable) -> Policy:
         return Policy(trainable, self.model.vocab_size, self.config.rollout.sampling.temperature)
@@ -161,25 +173,38 @@ class Run:
     def _stage(self, policy: Policy, critic: Critic | None = None, policy_version: int | None = None) -> Stage:
         """``policy_version`` is given by the stages that need rollouts."""
         exporter = HFExporter(policy.trainable.chunks, self.model, policy.trainable.config)
+        newest = self.checkpoints.latest()
+        baseline = RunningMeanBaseline(self.config.algorithm.running_mean_window)
+        if newest is not None:
+            baseline.load_state_dict(self.checkpoints.extra(newest)["running_mean"])
         stage = Stage(
-            self.config, self.model, self.world, self.checkpoints, self.metrics, exporter, self.run_dir, policy, critic
-        )
-        if policy_version is None:
-            return stage
+            self.config, self.model, self.world, self.checkpoints, self.metrics, exporter, self.run_dir, policy,
+            baseline, critic,
+        )  # fmt: skip
+        if policy_version is not None:
+            self._attach_source(stage, policy_version)
+        return stage
+
+    def _attach_source(self, stage: Stage, policy_version: int) -> None:
+        """Give the stage its batches, and the engines that the buffer knows of."""
         if self.recorded is not None:
             stage.source = self.recorded
-            return stage
+            return
         if self.incarnation is None and self.world.is_leader:
             self.incarnation = self.client.register_trainer(self.config.name, policy_version)
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
         stage.fleet = EngineFleet(
-            self.client, exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
+            self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
         )
         stage.source = LiveSource(self.client, stage.fleet, self.world)
-        return stage
 
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:
             raise ConfigError(f"sft.steps = {self.config.sft.steps} needs data.sft; name a file of demonstrations")
         tokenizer = AutoTokenizer.from_pretrained(self.config.model.path)
         return Demonstrations(self.config.data.sft, tokenizer, self.config.seed)
+
+
+def _per_step(optimizer: OptimizerConfig, updates: int) -> OptimizerConfig:
+    """Warm-up is configured in policy steps, each of which makes ``updates`` optimizer steps."""
+    return optimizer.model_copy(update={"warmup_steps": optimizer.warmup_steps * updates})

@@ -54,4 +54,6 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
     def metrics(self) -> dict[str, float]:
-        return {f"time/{phase}": seconds for phase, seconds in self.seconds.items()} | {"time/step": self.total}
+        total = self.total
+        phases = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        return phases | {"time/step": total, "time/idle_fraction": self.seconds.get("wait", 0.0) / total}

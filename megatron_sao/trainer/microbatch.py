@@ -9,6 +9,7 @@ nothing and is masked.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,8 @@ class MicroBatch:
         tokens, position_ids, labels: int64 [1, T].
         loss_mask: bool [T]; rollout_logprobs, rewards: float32 [T]; see the module's docstring.
         cu_seqlens: int32 [n + 1] over trajectories and, where T had to be padded, one sequence of padding.
-        values, advantages, returns: float32 [T], filled in by the step.
+        values, advantages, returns, old_logprobs: float32 [T], filled in by the step.
+        value_mask: bool [T], where values are trained; ``loss_mask`` except under plain GAE.
     """
 
     trajectories: list[Trajectory]
@@ -42,6 +44,8 @@ class MicroBatch:
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    value_mask: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +70,15 @@ class MicroBatch:
         """Start and end of each trajectory in the packed tensors."""
         edges = self.cu_seqlens.tolist()
         return list(itertools.pairwise(edges))[: len(self.trajectories)]
+
+    def sampled_under(self, versions: Collection[str]) -> torch.Tensor:
+        """bool [T]: whether the token that each position predicts was sampled under one of ``versions``."""
+        mask = torch.zeros_like(self.loss_mask)
+        for trajectory, (start, end) in zip(self.trajectories, self.spans(), strict=True):
+            for label, first, last in trajectory.versions:
+                if label in versions:
+                    mask[start + max(first - 1, 0) : min(start + last - 1, end)] = True
+        return mask & self.loss_mask
 
 
 def build_microbatches(

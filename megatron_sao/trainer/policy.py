@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from megatron_sao.algorithm import dis_policy_loss
 from megatron_sao.config import AlgorithmConfig
 from megatron_sao.trainer.logprobs import mask_vocab_padding, token_entropy, token_logprobs
 from megatron_sao.trainer.microbatch import MicroBatch
-from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs, reduce_stats
-
-_DIS_KEYS = [
-    "num_action_tokens", "accepted", "below", "above", "nonfinite", "rho_sum", "rho_max", "abs_logprob_diff_sum",
-    "accepted_rho_sum", "accepted_rho_sq_sum",
-]  # fmt: skip
+from megatron_sao.trainer.policy_loss import POLICY_KEYS, policy_loss, policy_metrics
+from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs
 
 
 class Policy:
@@ -30,7 +25,7 @@ class Policy:
 
     def __init__(self, trainable: Trainable, vocab_size: int, temperature: float) -> None:
         self.trainable, self._vocab_size, self._temperature = trainable, vocab_size, temperature
-        self._device = next(trainable.chunks[0].parameters()).device
+        self._pushed: list[torch.Tensor] | None = None
 
     def sft_step(self, batch: list[MicroBatch]) -> dict[str, float]:
         """One step of next-token cross-entropy over the masked tokens. Returns metrics."""
@@ -42,21 +37,29 @@ class Policy:
             def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Stats]:
                 loss_sum = -torch.where(batch.loss_mask, logprobs.flatten(), 0.0).sum()
                 count = batch.loss_mask.sum()
-                return loss_sum, count.int(), {"loss_sum": loss_sum.detach(), "num_action_tokens": count}
+                return loss_sum, count.int(), {"loss_sum": loss_sum.detach(), "denominator": count}
 
             return output, loss
 
-        per_microbatch, grad_norm = self.trainable.train_step(batch, step)
-        stats = reduce_stats(per_microbatch, ["loss_sum", "num_action_tokens"], self._device)
+        stats = self.trainable.train_step(batch, step, ["loss_sum", "denominator"])
         return {
-            "train/sft_loss": stats["loss_sum"] / stats["num_action_tokens"],
-            "train/policy_grad_norm": grad_norm,
+            "train/sft_loss": stats["loss_sum"] / max(stats["denominator"], 1.0),
+            "train/policy_grad_norm": stats["grad_norm"],
             "train/policy_lr": self.trainable.learning_rate,
-            "train/action_tokens": stats["num_action_tokens"],
+            "train/action_tokens": stats["denominator"],
         }
 
-    def step(self, batch: list[MicroBatch], algorithm: AlgorithmConfig) -> dict[str, float]:
-        """One SAO policy step on advantages that the batch already carries (SAO.md §2). Returns metrics."""
+    def step(
+        self, minibatches: list[list[MicroBatch]], algorithm: AlgorithmConfig, own_versions: Collection[str]
+    ) -> dict[str, float]:
+        """One optimizer step per mini-batch on advantages that it already carries (SAO.md §2).
+
+        Args:
+            own_versions: labels of the weights being trained, to tell the engines' numerics from the policy's lag.
+
+        Returns:
+            Metrics over all mini-batches.
+        """
 
         def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
             batch = next(batches)
@@ -64,17 +67,45 @@ class Policy:
             output = self._forward(model, batch, self._temperature, entropies, algorithm.entropy_coef > 0)
 
             def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-                return _sao_loss(logprobs.flatten(), entropies["entropy"].flatten(), batch, algorithm)
+                return policy_loss(logprobs.flatten(), entropies["entropy"].flatten(), batch, algorithm, own_versions)
 
             return output, loss
 
-        per_microbatch, grad_norm = self.trainable.train_step(batch, step)
-        keys = ["loss_sum", "denominator", "entropy_sum", "kl_sum", *_DIS_KEYS]
-        stats = reduce_stats(per_microbatch, keys, self._device)
-        return _policy_metrics(stats) | {
-            "train/policy_grad_norm": grad_norm,
-            "train/policy_lr": self.trainable.learning_rate,
-        }
+        self._fill_old_logprobs(minibatches, algorithm)
+        steps = [self.trainable.train_step(batch, step, POLICY_KEYS) for batch in minibatches]
+        return policy_metrics(steps, algorithm) | {"train/policy_lr": self.trainable.learning_rate}
+
+    def remember_pushed(self) -> None:
+        """Note that the engines have just been given the current weights: ``pi_old: latest_pushed``."""
+        self._pushed = [p.detach().clone() for chunk in self.trainable.chunks for p in chunk.parameters()]
+
+    def _fill_old_logprobs(self, minibatches: list[list[MicroBatch]], algorithm: AlgorithmConfig) -> None:
+        """Set ``old_logprobs`` for PPO's ratio; left out where the old policy is the one about to take its step."""
+        batch = [micro for minibatch in minibatches for micro in minibatch]
+        if algorithm.policy_loss != "ppo_clip":
+            return
+        if algorithm.pi_old == "rollout":
+            old = [micro.rollout_logprobs for micro in batch]
+        elif algorithm.pi_old == "latest_pushed":
+            self._swap_with_pushed()
+            old = self.logprobs(batch, self._temperature)
+            self._swap_with_pushed()
+        elif len(minibatches) > 1:
+            old = self.logprobs(batch, self._temperature)
+        else:
+            return
+        for micro, logprobs in zip(batch, old, strict=False):  # there are none before the last pipeline stage
+            micro.old_logprobs = logprobs
+
+    @torch.no_grad()
+    def _swap_with_pushed(self) -> None:
+        if self._pushed is None:
+            self.remember_pushed()  # a stage begins by pushing the weights it starts from
+        parameters = (p for chunk in self.trainable.chunks for p in chunk.parameters())
+        for parameter, pushed in zip(parameters, self._pushed, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(pushed)
+            pushed.copy_(current)
 
     def logprobs(self, batch: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
         """Current log-probability of every action token, ``[T]`` per micro-batch, on the last stage (else [])."""
@@ -118,48 +149,3 @@ class Policy:
 def _spread(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
     """``[n, 1]`` values at ``positions`` of a ``[length]`` tensor of zeros."""
     return values.new_zeros(length).index_copy(0, positions, values[:, 0])
-
-
-def _sao_loss(
-    logprobs: torch.Tensor, entropy: torch.Tensor, batch: MicroBatch, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, torch.Tensor, Stats]:
-    """Summed loss, its denominator in this micro-batch, statistics."""
-    loss_sum, stats = dis_policy_loss(
-        logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, algorithm.eps_low, algorithm.eps_high
-    )
-    entropy_sum = torch.where(batch.loss_mask, entropy, 0.0).sum()
-    # k3 estimator of KL(pi_theta || rollout policy) on sampled tokens: exp(-r) - 1 + r with r = l - b
-    usable = batch.loss_mask & batch.rollout_logprobs.isfinite()
-    log_ratio = torch.where(usable, logprobs - torch.where(usable, batch.rollout_logprobs, 0.0), 0.0)
-    kl_sum = ((-log_ratio).exp() - 1 + log_ratio).sum()
-    if algorithm.kl_coef > 0:
-        loss_sum = loss_sum + algorithm.kl_coef * kl_sum
-    if algorithm.entropy_coef > 0:
-        loss_sum = loss_sum - algorithm.entropy_coef * entropy_sum
-    denominator = {
-        "action_tokens": stats["num_action_tokens"],
-        "accepted_tokens": stats["accepted"],
-        "trajectories": torch.tensor(len(batch.trajectories), device=logprobs.device),
-    }[algorithm.loss_denominator]
-    sums = {"loss_sum": loss_sum, "denominator": denominator, "entropy_sum": entropy_sum, "kl_sum": kl_sum}
-    return loss_sum, denominator.int(), {k: v.detach() for k, v in (sums | stats).items()}
-
-
-def _policy_metrics(stats: dict[str, float]) -> dict[str, float]:
-    tokens = max(stats["num_action_tokens"], 1.0)
-    finite = max(stats["num_action_tokens"] - stats["nonfinite"], 1.0)
-    squares = stats["accepted_rho_sq_sum"]
-    return {
-        "train/policy_loss": stats["loss_sum"] / max(stats["denominator"], 1.0),
-        "train/entropy": stats["entropy_sum"] / tokens,
-        "train/kl": stats["kl_sum"] / tokens,
-        "train/action_tokens": stats["num_action_tokens"],
-        "dis/accepted_fraction": stats["accepted"] / tokens,
-        "dis/below_fraction": stats["below"] / tokens,
-        "dis/above_fraction": stats["above"] / tokens,
-        "dis/nonfinite_fraction": stats["nonfinite"] / tokens,
-        "dis/rho_mean": stats["rho_sum"] / finite,
-        "dis/rho_max": stats["rho_max"],
-        "dis/mean_abs_logprob_diff": stats["abs_logprob_diff_sum"] / finite,
-        "dis/effective_sample_fraction": stats["accepted_rho_sum"] ** 2 / squares / tokens if squares else 0.0,
-    }

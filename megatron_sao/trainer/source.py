@@ -23,11 +23,22 @@ POLL_SECONDS = 2.0  # how long the buffer may hold an answer back before the eng
 
 
 class BatchSource(Protocol):
+    """``version`` labels the weights that the engines hold; None where there are no engines."""
+
+    @property
+    def version(self) -> str | None: ...
+
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
         """The trajectories of a step, the same on every rank and at every call. Collective; waits for them."""
 
+    def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory] | None:
+        """Finished held-out episodes under the weights just published; None where nobody can play them. Collective."""
+
     def commit(self, stage: str, step: int) -> None:
         """Nothing before (stage, step) will be asked for again."""
+
+    def counters(self) -> dict[str, int]:
+        """What was dropped, refused and retried since the run began, as metrics; on rank 0, {} elsewhere."""
 
 
 class RecordedSource:
@@ -35,6 +46,7 @@ class RecordedSource:
 
     def __init__(self, directory: Path) -> None:
         self._recorded = RecordedBatches(directory)
+        self.version = None
 
     def end(self, stage: str, first_step: int) -> int:
         """The step after the last of those recorded without a gap from ``first_step`` on."""
@@ -52,7 +64,13 @@ class RecordedSource:
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
         return self._recorded.batch(stage, step)
 
+    def evaluate(self, stage: str, step: int, num_prompts: int) -> None:
+        return None
+
     def commit(self, stage: str, step: int) -> None: ...
+
+    def counters(self) -> dict[str, int]:
+        return {}
 
 
 class LiveSource:
@@ -67,6 +85,10 @@ class LiveSource:
         self._client, self._fleet, self._world = client, fleet, world
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="fetch")
 
+    @property
+    def version(self) -> str:
+        return self._fleet.version
+
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
         def ready() -> list[str] | None:
             entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=POLL_SECONDS)
@@ -75,7 +97,6 @@ class LiveSource:
         return self._wait(ready, policy_version)
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
-        """Play the held-out prompts under the version that the engines hold now; the finished trajectories."""
         incarnation = self._fleet.incarnation
         if self._world.is_leader:
             self._client.start_eval(stage, step, incarnation, self._fleet.version, num_prompts)
@@ -94,7 +115,6 @@ class LiveSource:
             self._client.commit(stage, step, self._fleet.incarnation)
 
     def counters(self) -> dict[str, int]:
-        """What the buffer has counted since the run began, as metrics; on rank 0, {} elsewhere."""
         if not self._world.is_leader:
             return {}
         return {f"buffer/{name}": value for name, value in self._client.stats().items() if isinstance(value, int)}
@@ -139,6 +159,22 @@ def _example(step: int, example: tuple[list[int], list[int]]) -> Trajectory:
         rewards=zeros, versions=[], turns=[], sampling={}, support=None, routed_experts=None, truncated=False,
         failure=None, metrics={}, created_at=0.0,
     )  # fmt: skip
+
+
+def check_temperature(trajectories: list[Trajectory], temperature: float) -> None:
+    """Refuse trajectories sampled at another temperature than the trainer evaluates log-probabilities at.
+
+    Raises:
+        ConfigError: names the trajectory and both temperatures.
+    """
+    for trajectory in trajectories:
+        sampled_at = trajectory.sampling.get("temperature", 1.0)
+        if sampled_at != temperature:
+            raise ConfigError(
+                f"trajectory {trajectory.id!r} was sampled at temperature {sampled_at}, but "
+                f"rollout.sampling.temperature = {temperature}: its importance ratios would be wrong; train at the "
+                "temperature it was sampled at"
+            )
 
 
 def permute_rewards(trajectories: list[Trajectory], seed: int) -> list[Trajectory]:

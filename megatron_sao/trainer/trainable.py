@@ -112,8 +112,17 @@ class Trainable:
         with torch.no_grad():
             return self._run(microbatches, forward_step, forward_only=True)
 
-    def train_step(self, microbatches: list[MicroBatch], forward_step: ForwardStep) -> tuple[list[Stats], float]:
-        """One optimizer step. Returns each micro-batch's statistics (last pipeline stage) and the gradient norm.
+    def train_step(
+        self, microbatches: list[MicroBatch], forward_step: ForwardStep, keys: list[str]
+    ) -> dict[str, float]:
+        """One optimizer step, or none where the batch's denominator is 0: a zero gradient would still move Adam's
+        weights.
+
+        Args:
+            keys: the statistics that the loss function returns, ``denominator`` among them.
+
+        Returns:
+            Those of the global batch, reduced by :func:`reduce_stats`, and ``grad_norm`` (0 without a step).
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights must not be used any more.
@@ -121,8 +130,10 @@ class Trainable:
         for module in self.modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        stats = self._run(microbatches, forward_step, forward_only=False)
+        stats = reduce_stats(self._run(microbatches, forward_step, forward_only=False), keys, self.device)
         self.scheduler.step(1)
+        if stats["denominator"] == 0:
+            return stats | {"grad_norm": 0.0}
         successful, grad_norm, _ = self.optimizer.step()
         grad_norm = 0.0 if grad_norm is None else float(grad_norm)
         if not successful or not grad_norm < float("inf"):
@@ -130,7 +141,11 @@ class Trainable:
                 f"the gradient norm is {grad_norm}; training ends, and starts again from the newest checkpoint: "
                 "lower the learning rate or look at the batch"
             )
-        return stats, grad_norm
+        return stats | {"grad_norm": grad_norm}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
 
     @property
     def learning_rate(self) -> float:

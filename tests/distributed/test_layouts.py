@@ -12,8 +12,9 @@ import torch
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
+from tests.distributed.gradients import assert_same, one_step
 from tests.distributed.offline import read_metrics, short_config, write_batches
-from tests.distributed.walk_layouts import LAYOUTS
+from tests.distributed.walk_layouts import DP2_STEPS, LAYOUTS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(480)]
 
@@ -50,3 +51,12 @@ def test_exported_weights_equal_those_of_a_single_rank(layout: str, runs: Path) 
     assert actual.names() == expected.names()
     for name in expected.names():
         torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=2e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("step", DP2_STEPS)
+def test_two_data_parallel_ranks_have_the_metrics_and_gradients_of_one(
+    step: str, runs: Path, world: Backend, glm4_moe: Path, tmp_path: Path
+) -> None:
+    expected = one_step(glm4_moe, DP2_STEPS[step](), tmp_path, world)
+    assert all(gradient.any() for name, gradient in expected[1].items() if "local_experts" not in name)
+    assert_same(torch.load(runs / f"dp2-{step}.pt"), expected)

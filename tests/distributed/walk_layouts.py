@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from tests.distributed.gradients import lopsided_batch, mixed_batch, one_step
 from tests.distributed.offline import short_config
 
 LAYOUTS = {
@@ -20,6 +22,7 @@ LAYOUTS = {
     "pp2": {"pp": 2},
     "ep2": {"ep": 2},
 }
+DP2_STEPS = {"mixed": mixed_batch, "lopsided": lopsided_batch}
 
 
 def main(model: Path, batches: Path, out: Path) -> None:
@@ -35,6 +38,11 @@ def main(model: Path, batches: Path, out: Path) -> None:
             (out / name).mkdir(parents=True)
         dist.barrier()
         Run(config, out / name, batches, backend).run()
+        if name == "dp2":
+            for step, batch in DP2_STEPS.items():
+                result = one_step(model, batch(), out / f"step-{step}", backend, parallel=parallel)
+                if dist.get_rank() == 0:
+                    torch.save(result, out / f"dp2-{step}.pt")
     stop_runtime()
 
 

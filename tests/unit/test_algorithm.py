@@ -1,4 +1,4 @@
-"""The maths of SAO against the reference vectors, autograd, and a plain implementation written here."""
+"""SAO's losses against the reference vectors, autograd, and plain implementations written here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.algorithm import (
-    batched_skip_observation_gae,
     dis_policy_loss,
     explained_variance,
     length_adaptive_lambda,
@@ -57,15 +56,6 @@ def test_random_vectors_are_reproduced(case: dict) -> None:
         assert int(stats[name]) == expect[name], name
 
 
-def test_two_actions_computed_by_hand() -> None:
-    case = EDGE["hand-two-actions"]
-    advantages, returns = skip_observation_gae(
-        tensor(case["rewards"]), tensor(case["values"]), torch.tensor(case["loss_mask"]), case["gamma"], case["lam"]
-    )
-    close(advantages, case["expect"]["advantages"])
-    close(returns, case["expect"]["returns"])
-
-
 def test_the_band_is_strict_on_both_sides() -> None:
     case = EDGE["band-edges"]
     logprobs = tensor(case["logprobs"]).requires_grad_()
@@ -91,70 +81,6 @@ def test_a_ratio_exactly_on_the_band_is_rejected() -> None:
             logprobs, torch.zeros(1, dtype=f64), torch.ones(1, dtype=f64), torch.ones(1), eps_low, eps_high
         )
         assert int(stats[side]) == 1 and loss_sum.detach() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_long_horizon_keeps_its_precision(dtype: torch.dtype) -> None:
-    case, plan = EDGE["long-horizon"], EDGE["long-horizon"]["generate"]
-    turn = [1] * plan["action"] + [0] * plan["observation"]
-    mask = torch.tensor([0] * plan["prompt"] + turn * plan["turns"])
-    values = (0.3 * torch.sin(0.01 * torch.arange(len(mask), dtype=f64))).to(dtype)
-    actions = mask.nonzero().squeeze(1)
-    rewards = torch.zeros(len(mask), dtype=dtype)
-    rewards[actions[-1]] = plan["terminal_reward"]
-    lam = length_adaptive_lambda(len(actions), case["alpha"])
-    advantages, _ = skip_observation_gae(rewards, values, mask, case["gamma"], lam)
-    expect, tolerance = case["expect"], 1e-11 if dtype == f64 else 1e-5
-    assert len(actions) == expect["num_action_tokens"] and lam == pytest.approx(expect["lambda_policy"], abs=1e-15)
-    assert float(advantages[actions[0]]) == pytest.approx(expect["first_advantage"], rel=tolerance)
-    assert float(advantages[actions[4000]]) == pytest.approx(expect["middle_advantage"], rel=tolerance)
-    assert float(advantages[actions[-1]]) == pytest.approx(expect["last_advantage"], rel=tolerance)
-    assert float(advantages.double().sum()) == pytest.approx(expect["sum_advantages"], rel=tolerance)
-
-
-def plain_gae(rewards: list, values: list, mask: list, gamma: float, lam: float, bootstrap: float) -> tuple:
-    """The recursion as it is printed in the paper, token by token."""
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
-    advantage, target, next_value = 0.0, bootstrap, bootstrap
-    for i in reversed(range(len(mask))):
-        if mask[i]:
-            advantage = rewards[i] + gamma * next_value - values[i] + gamma * lam * advantage
-            target = rewards[i] + gamma * target
-            next_value = values[i]
-            advantages[i], returns[i] = advantage, target
-    return advantages, returns
-
-
-numbers = st.floats(-3, 3, allow_nan=False, width=32)
-tokens = st.lists(st.tuples(st.booleans(), numbers, numbers), min_size=0, max_size=70)
-trajectories = st.lists(st.tuples(tokens, st.floats(0, 1), numbers), min_size=1, max_size=5)
-
-
-@given(trajectories, st.sampled_from([1.0, 0.99, 0.5, 0.0]))
-@settings(max_examples=200, deadline=None)
-def test_batched_gae_equals_the_plain_recursion(batch: list, gamma: float) -> None:
-    flat = [token for trajectory, _, _ in batch for token in trajectory]
-    mask = [token[0] for token in flat]
-    values = tensor([v if m else math.nan for m, v, _ in flat])
-    rewards = tensor([r if m else math.inf for m, _, r in flat])
-    cu_seqlens = torch.tensor([0] + [len(trajectory) for trajectory, _, _ in batch]).cumsum(0).int()
-    actual = batched_skip_observation_gae(
-        rewards,
-        values,
-        torch.tensor(mask, dtype=torch.uint8),
-        cu_seqlens,
-        gamma,
-        tensor([lam for _, lam, _ in batch]),
-        tensor([bootstrap for _, _, bootstrap in batch]),
-    )
-    expected: tuple[list, list] = ([], [])
-    for trajectory, lam, bootstrap in batch:
-        columns = [list(column) for column in zip(*trajectory, strict=True)] or [[], [], []]
-        plain = plain_gae(columns[2], columns[1], columns[0], gamma, lam, bootstrap)
-        for total, part in zip(expected, plain, strict=True):
-            total.extend(part)
-    close(actual[0], expected[0], 1e-10)
-    close(actual[1], expected[1], 1e-10)
 
 
 def test_junk_off_the_mask_changes_nothing_and_gets_no_gradient() -> None:
@@ -205,6 +131,72 @@ def test_a_non_finite_ratio_is_counted_and_never_reaches_the_gradient(broken: tu
     close(logprobs.grad, [0.0, -math.exp(0.1), 0.0], 1e-6)
 
 
+finite = st.floats(-3, 3, allow_nan=False, width=32)
+reported = st.one_of(finite, st.sampled_from([-math.inf, math.nan, math.inf, -2000.0]))
+
+
+@given(st.lists(st.tuples(st.booleans(), reported, reported, finite), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_dis_equals_the_plain_formula(tokens: list) -> None:
+    eps_low, eps_high = 0.3, 5.0
+    loss, gradient, rhos, accepted = 0.0, [], [], []
+    for is_action, logprob, rollout_logprob, advantage in tokens:
+        difference, weight = logprob - rollout_logprob, 0.0
+        if is_action and math.isfinite(difference) and difference < 700:
+            rhos.append(math.exp(difference))
+            if 1 - eps_low < rhos[-1] < 1 + eps_high:
+                accepted.append(rhos[-1])
+                weight = rhos[-1] * advantage
+                loss -= weight * logprob
+        gradient.append(-weight)
+    num_actions = sum(token[0] for token in tokens)
+
+    logprobs = tensor([token[1] for token in tokens]).requires_grad_()
+    columns = (tensor([token[k] for token in tokens]) for k in (2, 3, 0))
+    loss_sum, stats = dis_policy_loss(logprobs, *columns, eps_low, eps_high)
+    loss_sum.backward()
+    close(logprobs.grad, gradient)
+    assert float(loss_sum.detach()) == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    expected = {
+        "num_action_tokens": num_actions,
+        "accepted": len(accepted),
+        "below": sum(rho <= 1 - eps_low for rho in rhos),
+        "above": sum(rho >= 1 + eps_high for rho in rhos),
+        "nonfinite": num_actions - len(rhos),
+        "rho_sum": sum(rhos),
+        "rho_max": max(rhos, default=0.0),
+        "accepted_rho_sum": sum(accepted),
+        "accepted_rho_sq_sum": sum(rho**2 for rho in accepted),
+    }
+    assert {name: float(stats[name]) for name in expected} == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_dis_gradient_is_the_finite_difference_of_the_surrogate_with_frozen_weights() -> None:
+    """The stop-gradient: the loss's own finite difference has a term for the ratio, its gradient has not."""
+    generator = torch.Generator().manual_seed(2)
+    point, rollout, advantages = torch.randn(3, 40, generator=generator, dtype=f64)
+    mask = torch.rand(40, generator=generator) < 0.7
+    frozen = [math.exp(a - b) for a, b in zip(point.tolist(), rollout.tolist(), strict=True)]
+    frozen = [rho if m and 0.2 < rho < 4.0 else 0.0 for rho, m in zip(frozen, mask.tolist(), strict=True)]
+
+    def surrogate(logprobs: torch.Tensor) -> float:
+        terms = zip(frozen, advantages.tolist(), logprobs.tolist(), strict=True)
+        return -math.fsum(weight * advantage * logprob for weight, advantage, logprob in terms)
+
+    def loss(logprobs: torch.Tensor) -> float:
+        return float(dis_policy_loss(logprobs, rollout, advantages, mask, 0.8, 3.0)[0].detach())
+
+    def differences(function, step: float) -> list[float]:
+        steps = torch.eye(40, dtype=f64) * step
+        return [(function(point + h) - function(point - h)) / (2 * step) for h in steps]
+
+    logprobs = point.clone().requires_grad_()
+    dis_policy_loss(logprobs, rollout, advantages, mask, 0.8, 3.0)[0].backward()
+    assert loss(point) == pytest.approx(surrogate(point), rel=1e-12)
+    close(logprobs.grad, differences(surrogate, 1e-3), 1e-10)
+    assert (logprobs.grad - tensor(differences(loss, 1e-6))).abs().max() > 0.1
+
+
 def test_dis_gradient_is_autograd_of_the_formula() -> None:
     generator = torch.Generator().manual_seed(1)
     logprobs = torch.randn(200, generator=generator, dtype=f64).requires_grad_()
@@ -243,13 +235,6 @@ def test_bfloat16_inputs_give_float32_results() -> None:
     ones = torch.ones(4, dtype=torch.bfloat16)
     assert dis_policy_loss(-ones, -ones, ones, ones, 0.3, 5.0)[0].dtype == torch.float32
     assert value_loss(ones, ones, ones)[0].dtype == torch.float32
-    assert skip_observation_gae(ones, ones, ones, 1.0, 0.5)[0].dtype == torch.float32
-
-
-def test_lambda_stays_in_the_unit_interval() -> None:
-    assert length_adaptive_lambda(8000) == pytest.approx(1 - 1 / 12000)
-    assert length_adaptive_lambda(1, alpha=0.5) == 0.0
-    assert length_adaptive_lambda(0) == 0.0
 
 
 def test_value_loss_is_half_the_squared_error_over_action_tokens() -> None:
@@ -270,6 +255,33 @@ def test_value_clip_removes_the_gradient_of_a_value_that_moved_too_far_towards_i
     assert float(loss_sum.detach()) == pytest.approx(0.5 * (0.9**2 + 0.8**2 + 1.5**2))
 
 
+@pytest.mark.parametrize("clip", [None, 0.2])
+@given(st.lists(st.tuples(st.booleans(), finite, finite, st.one_of(finite, st.floats(-0.3, 0.3))), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_value_loss_equals_the_plain_formula(clip: float | None, tokens: list) -> None:
+    loss, gradient, num_clipped = 0.0, [], 0
+    for is_action, value, target, moved in tokens:
+        old_value = value + moved
+        term, slope = 0.5 * (value - target) ** 2, value - target
+        if clip is not None and abs(value - old_value) > clip:
+            clamped = min(max(value, old_value - clip), old_value + clip)
+            if 0.5 * (clamped - target) ** 2 > term:
+                term, slope = 0.5 * (clamped - target) ** 2, 0.0
+                num_clipped += is_action
+        loss += term * is_action
+        gradient.append(slope * is_action)
+
+    values = tensor([token[1] for token in tokens]).requires_grad_()
+    old_values = tensor([token[1] + token[3] for token in tokens])
+    returns, mask = (tensor([token[k] for token in tokens]) for k in (2, 0))
+    loss_sum, stats = value_loss(values, returns, mask, old_values, clip)
+    loss_sum.backward()
+    close(values.grad, gradient)
+    assert float(loss_sum.detach()) == pytest.approx(loss, rel=1e-12, abs=1e-12)
+    assert int(stats["clipped"]) == num_clipped
+    assert int(stats["num_action_tokens"]) == sum(token[0] for token in tokens)
+
+
 def test_value_clip_without_old_values_is_refused() -> None:
     with pytest.raises(ValueError, match="old_values"):
         value_loss(torch.ones(2), torch.ones(2), torch.ones(2), clip=0.2)
@@ -288,7 +300,3 @@ def test_tensors_that_would_broadcast_are_refused() -> None:
         dis_policy_loss(torch.ones(3), torch.ones(3), torch.ones(3), torch.ones(1), 0.3, 5.0)
     with pytest.raises(ValueError, match="packed 1-D"):
         value_loss(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3))
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        batched_skip_observation_gae(
-            torch.ones(3), torch.ones(3), torch.ones(3), torch.tensor([0, 2]), 1.0, torch.ones(1), torch.zeros(1)
-        )

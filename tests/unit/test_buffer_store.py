@@ -62,6 +62,7 @@ class Bench:
             "epoch": lease["epoch"],
             "attempt": lease["attempt"],
             "kind": lease["kind"],
+            "group": lease["group"],
             "versions": [(version, 2, 6)],
         }
         trajectory = make_trajectory(**(fields | changes))

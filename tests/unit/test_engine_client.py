@@ -226,7 +226,9 @@ class FakeBuffer:
 
     def __init__(self, *prompts: str) -> None:
         self.leases = [
-            Lease(str(i), "train", {"id": f"t{i}", "prompt": prompt, "label": 0, "extra": {}}, 0, 1, 60.0)
+            Lease(
+                str(i), "train", {"id": f"t{i}", "prompt": prompt, "label": 0, "extra": {}}, 0, 1, 60.0, group=f"t{i}/0"
+            )
             for i, prompt in enumerate(prompts)
         ]
         self.submitted, self.released, self.lost = [], [], set()
@@ -283,6 +285,7 @@ def test_the_worker_plays_every_visit_and_submits_valid_trajectories(tmp_path):
     assert [trajectory.validate(100, 10).total_reward for trajectory in buffer.submitted] == [1.0] * 5
     assert {(t.run_id, t.kind, t.attempt) for t in buffer.submitted} == {("test", "train", 1)}
     assert sorted(t.task_id for t in buffer.submitted) == ["t0", "t1", "t2", "t3", "t4"]
+    assert all(t.group == f"{t.task_id}/0" for t in buffer.submitted)
     assert len({t.id for t in buffer.submitted}) == 5
 
 

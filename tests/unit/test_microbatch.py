@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sao.trainer.evaluation import _sampled_under
 from megatron_sao.trainer.microbatch import build_microbatches
 from megatron_sao.trainer.rollout_metrics import rollout_metrics, staleness, success
 from megatron_sao.trainer.source import permute_rewards
@@ -48,9 +47,9 @@ def test_padding_is_a_masked_sequence_of_its_own_and_a_rank_without_work_gets_a_
 
 def test_tokens_of_one_version_are_found_at_their_predicting_positions() -> None:
     (batch,) = build_microbatches([make_trajectory()], 0, 1, 100, 1, CPU)  # 1.0 on tokens 2, 3 and 1.1 on token 5
-    assert (_sampled_under(batch, "1.0") & batch.loss_mask).nonzero().flatten().tolist() == [1, 2]
-    assert (_sampled_under(batch, "1.1") & batch.loss_mask).nonzero().flatten().tolist() == [4]
-    assert not _sampled_under(batch, "2.0").any()
+    assert batch.sampled_under(["1.0"]).nonzero().flatten().tolist() == [1, 2]
+    assert batch.sampled_under(["1.1"]).nonzero().flatten().tolist() == [4]
+    assert not batch.sampled_under(["2.0"]).any()
 
 
 def test_permuted_rewards_keep_their_sum_and_move_between_trajectories() -> None:

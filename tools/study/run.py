@@ -1,0 +1,117 @@
+"""Run the study: `python tools/study/run.py [--out runs/study] [--jobs 2] [--only TASK/METHOD ...]`.
+
+Every (task, method, seed) of tools/study/study.yaml is one training run on the project's own trainer, with rollouts
+sampled in process (tools/study/source.py). A finished run is skipped and an unfinished one goes on from its newest
+checkpoint, so the command may be killed and repeated. tools/study/report.py makes docs/study.md's table and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+STUDY = Path(__file__).with_name("study.yaml")
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One training run of the study; ``name`` is also its directory below the study's."""
+
+    task: str
+    method: str
+    seed: int
+    overrides: tuple[str, ...]
+    config: str
+    lag: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}/{self.method}-{self.seed}"
+
+
+def load_study(path: Path = STUDY) -> list[StudyRun]:
+    """All runs that the study file names, cold starts first."""
+    study: dict[str, Any] = yaml.safe_load(path.read_text())
+    runs = []
+    for task, spec in study["tasks"].items():
+        cold = (*spec["set"], *spec["cold_start"])
+        runs.append(StudyRun(task, "cold_start", 0, cold, spec["config"], 0))
+        for method, seeds in spec["methods"].items():
+            settings = (*spec["set"], *study["methods"][method])
+            runs += [StudyRun(task, method, seed, settings, spec["config"], spec["lag"]) for seed in seeds]
+    return runs
+
+
+def run_one(run: StudyRun, out: Path) -> None:
+    """Train in this process, from the newest checkpoint if there is one."""
+    from megatron_sao.config import load_config
+    from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+    from tools.study.source import InProcessRun
+
+    start = [] if run.method == "cold_start" else [f"model.path={out / run.task / 'cold_start-0' / 'hf'}"]
+    overrides = [*run.overrides, *start, f"name={run.method}-{run.seed}", f"seed={run.seed}"]
+    config = load_config(ROOT / run.config, overrides)
+    logging.basicConfig(level=logging.WARNING)
+    backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
+    try:
+        InProcessRun(config, out / run.name, run.lag, backend).run()
+    finally:
+        stop_runtime()
+
+
+def supervise(run: StudyRun, out: Path) -> bool:
+    """Train in a process of its own. Returns whether it finished."""
+    directory = out / run.name
+    if (directory / "seconds").exists():
+        return True
+    directory.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with (directory / "log").open("a") as log:
+        command = [sys.executable, __file__, "--out", str(out), "--in-process", run.name]
+        code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, check=False).returncode
+    seconds = time.monotonic() - started
+    print(
+        f"{run.name}: {'done' if code == 0 else f'FAILED, see {directory / "log"}'} after {seconds:.0f} s", flush=True
+    )
+    if code == 0:
+        (directory / "seconds").write_text(f"{seconds:.0f}\n")
+    return code == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", type=Path, default=STUDY)
+    parser.add_argument("--out", type=Path, default=Path("runs/study"))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", nargs="*", help="run names or prefixes of them, e.g. calculator/sao")
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    out = options.out.resolve()
+    runs = load_study(options.study)
+    if options.in_process:
+        run_one(next(run for run in runs if run.name == options.in_process), out)
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    chosen = [run for run in runs if not options.only or run.name.startswith(tuple(options.only))]
+    starts = [run for run in runs if run.method == "cold_start" and any(run.task == c.task for c in chosen)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        if not all(pool.map(lambda run: supervise(run, out), starts)):
+            return 1
+        rest = [run for run in chosen if run not in starts]
+        return 0 if all(list(pool.map(lambda run: supervise(run, out), rest))) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
