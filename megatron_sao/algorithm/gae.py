@@ -106,18 +106,18 @@ def _fill_trajectory(
     """The recursion over one trajectory, [L] each; writes ``advantages`` and ``returns`` at the action tokens."""
     advantage, target, next_value = 0.0, bootstrap, bootstrap  # of the action token after the block
     for stop in range(len(mask), 0, -BLOCK):
-        start = max(0, stop - BLOCK)
-        actions = start + np.flatnonzero(mask[start:stop])
+        block = slice(max(0, stop - BLOCK), stop)
+        actions = np.flatnonzero(mask[block])
         if actions.size == 0:
             continue
-        reward = rewards[actions].astype(np.float64, copy=False)
-        value = values[actions].astype(np.float64, copy=False)
+        reward = rewards[block][actions].astype(np.float64, copy=False)
+        value = values[block][actions].astype(np.float64, copy=False)
         delta = reward - value
         delta[:-1] += gamma * value[1:]
         delta[-1] += gamma * next_value + gamma * lam * advantage
         reward[-1] += gamma * target
-        advantages[actions] = discounted = _discounted_suffix_sums(delta, gamma * lam)
-        returns[actions] = reward_to_go = _discounted_suffix_sums(reward, gamma)
+        advantages[block][actions] = discounted = _discounted_suffix_sums(delta, gamma * lam)
+        returns[block][actions] = reward_to_go = _discounted_suffix_sums(reward, gamma)
         advantage, target, next_value = discounted[0], reward_to_go[0], value[0]
 
 

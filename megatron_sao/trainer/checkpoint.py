@@ -12,12 +12,14 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint import CheckpointException
 
@@ -123,13 +125,25 @@ class Checkpoints:
         dist.barrier()
 
     def load(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
-        """Fill ``models`` and ``trained``, strictly: what the checkpoint lacks is an error."""
+        """Fill ``models`` and ``trained``, strictly: what the checkpoint lacks or has no place for is an error."""
         path = self._directory / str(position)
         state = _sharded_state(models, trained, loading=True)
         try:
-            loaded = dist_checkpointing.load(state, str(path))
+            loaded, left, lacking = dist_checkpointing.load(state, str(path), strict=StrictHandling.RETURN_ALL)
         except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(f"cannot load the checkpoint {path}: {error}") from error
+        if lacking:
+            raise CheckpointError(
+                f"the checkpoint {path} lacks {min(lacking)!r} ({len(lacking)} such in all); resume with the config it "
+                "was made with (algorithm.critic_trainable decides what has optimizer state)"
+            )
+        unread = [key for key in sorted(left) if _belongs_to(key, models) or _belongs_to_optimizer(key, trained)]
+        if unread:
+            raise CheckpointError(
+                f"the checkpoint {path} holds {unread[0]!r} ({len(unread)} such in all), for which this run has no "
+                "place; resume with the config it was made with (algorithm.critic_trainable decides what has optimizer "
+                "state)"
+            )
         for name, chunks in models.items():
             for index, chunk in enumerate(chunks):
                 prefix = f"{name}."
@@ -158,6 +172,14 @@ class Checkpoints:
             os.fsync(file.fileno())
         os.replace(temporary, self._directory / "latest")
         _sync_directory(self._directory)
+
+
+def _belongs_to(key: str, models: Iterable[str]) -> bool:
+    return key.startswith(tuple(f"{name}." for name in models))
+
+
+def _belongs_to_optimizer(key: str, trained: Iterable[str]) -> bool:
+    return key.startswith("optimizer.") and any(f".{name}." in key for name in trained)
 
 
 def _sharded_state(models: dict[str, list[GPTModel]], trained: dict[str, Trainable], loading: bool) -> dict[str, Any]:

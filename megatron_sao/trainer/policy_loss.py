@@ -14,7 +14,8 @@ from megatron_sao.trainer.trainable import Stats
 POLICY_KEYS = [
     "loss_sum", "denominator", "entropy_sum", "kl_sum", "num_action_tokens",
     "accepted", "below", "above", "nonfinite", "rho_sum", "rho_max", "accepted_rho_sum",
-    "accepted_rho_sq_sum", "own_tokens", "own_diff_sum", "older_tokens", "older_diff_sum", "clipped", "ratio_sum", "ratio_max",
+    "accepted_rho_sq_sum", "own_tokens", "own_diff_sum", "older_tokens", "older_diff_sum", "clipped", "ratio_sum",
+    "ratio_max",
 ]  # fmt: skip
 
 

@@ -141,3 +141,16 @@ def test_without_a_buffer_and_without_batches_the_trainer_says_what_is_missing(
     monkeypatch.delenv("MEGATRON_SAO_BUFFER", raising=False)
     with pytest.raises(ConfigError, match=r"MEGATRON_SAO_BUFFER.*--batches"):
         Run(offline_config(glm4_moe), tmp_path, None, world)
+
+
+def test_a_checkpoint_of_a_frozen_critic_is_refused_by_one_that_trains_more_and_the_other_way_round(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    frozen = offline_config(glm4_moe)
+    full = offline_config(glm4_moe, algorithm={"critic_trainable": [".*"]})
+    for first, second in ((frozen, full), (full, frozen)):
+        run_dir = tmp_path / f"run-{first is frozen}"
+        Run(first, run_dir, batches, world).run()
+        (run_dir / "checkpoints" / "latest").write_text("rl-2\n")
+        with pytest.raises(CheckpointError, match="rl-2"):
+            Run(second, run_dir, batches, world).run()

@@ -25,32 +25,36 @@ sys.path.insert(0, str(ROOT))
 STUDY = Path(__file__).with_name("study.yaml")
 
 
+COLD_START = "cold_start"
+
+
 @dataclass(frozen=True)
 class StudyRun:
     """One training run of the study; ``name`` is also its directory below the study's."""
 
-    task: str
-    method: str
-    seed: int
-    overrides: tuple[str, ...]
+    name: str  # cold_start/POLICY or TASK/METHOD-SEED
     config: str
-    lag: int
+    overrides: tuple[str, ...]
+    policy: str  # the cold start that it begins from, or is
+    seed: int = 0
+    lag: int = 0
 
-    @property
-    def name(self) -> str:
-        return f"{self.task}/{self.method}-{self.seed}"
 
-
-def load_study(path: Path = STUDY) -> list[StudyRun]:
+def load_study(path: Path) -> list[StudyRun]:
     """All runs that the study file names, cold starts first."""
     study: dict[str, Any] = yaml.safe_load(path.read_text())
-    runs = []
+    runs = [
+        StudyRun(f"{COLD_START}/{policy}", spec["config"], tuple(spec["set"]), policy)
+        for policy, spec in study["cold_starts"].items()
+    ]
     for task, spec in study["tasks"].items():
-        cold = (*spec["set"], *spec["cold_start"])
-        runs.append(StudyRun(task, "cold_start", 0, cold, spec["config"], 0))
+        config = study["cold_starts"][spec["policy"]]["config"]
         for method, seeds in spec["methods"].items():
-            settings = (*spec["set"], *study["methods"][method])
-            runs += [StudyRun(task, method, seed, settings, spec["config"], spec["lag"]) for seed in seeds]
+            overrides = (*spec["set"], *study["methods"][method])
+            runs += [
+                StudyRun(f"{task}/{method}-{seed}", config, overrides, spec["policy"], seed, spec["lag"])
+                for seed in seeds
+            ]
     return runs
 
 
@@ -60,9 +64,9 @@ def run_one(run: StudyRun, out: Path) -> None:
     from megatron_sao.trainer.runtime import start_runtime, stop_runtime
     from tools.study.source import InProcessRun
 
-    start = [] if run.method == "cold_start" else [f"model.path={out / run.task / 'cold_start-0' / 'hf'}"]
-    overrides = [*run.overrides, *start, f"name={run.method}-{run.seed}", f"seed={run.seed}"]
-    config = load_config(ROOT / run.config, overrides)
+    start = [] if run.name.startswith(COLD_START) else [f"model.path={out / COLD_START / run.policy / 'hf'}"]
+    name = run.name.replace("/", ".")
+    config = load_config(ROOT / run.config, [*run.overrides, *start, f"name={name}", f"seed={run.seed}"])
     logging.basicConfig(level=logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
     try:
@@ -71,7 +75,7 @@ def run_one(run: StudyRun, out: Path) -> None:
         stop_runtime()
 
 
-def supervise(run: StudyRun, out: Path) -> bool:
+def supervise(run: StudyRun, study: Path, out: Path) -> bool:
     """Train in a process of its own. Returns whether it finished."""
     directory = out / run.name
     if (directory / "seconds").exists():
@@ -79,7 +83,7 @@ def supervise(run: StudyRun, out: Path) -> bool:
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with (directory / "log").open("a") as log:
-        command = [sys.executable, __file__, "--out", str(out), "--in-process", run.name]
+        command = [sys.executable, __file__, "--study", str(study), "--out", str(out), "--in-process", run.name]
         code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, check=False).returncode
     seconds = time.monotonic() - started
     print(
@@ -105,12 +109,13 @@ def main() -> int:
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = [run for run in runs if not options.only or run.name.startswith(tuple(options.only))]
-    starts = [run for run in runs if run.method == "cold_start" and any(run.task == c.task for c in chosen)]
+    needed = {run.policy for run in chosen}
+    starts = [run for run in runs if run.name.startswith(COLD_START) and run.policy in needed]
     with ThreadPoolExecutor(options.jobs) as pool:
-        if not all(pool.map(lambda run: supervise(run, out), starts)):
-            return 1
-        rest = [run for run in chosen if run not in starts]
-        return 0 if all(list(pool.map(lambda run: supervise(run, out), rest))) else 1
+        for group in (starts, [run for run in chosen if run not in starts]):
+            if not all(list(pool.map(lambda run: supervise(run, options.study, out), group))):
+                return 1
+    return 0
 
 
 if __name__ == "__main__":
