@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def running(name: str, launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def documented_metrics(section: str) -> set[str]:
+    """The names in the tables of a section of docs/metrics.md, but for the patterns (``env/NAME``)."""
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    (part,) = (part for part in text.split("\n## ") if part.startswith(section))
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([a-z_/]+)`", row)}
+
+
 def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     launcher = start(write_config(tmp_path, tiny, max_staleness=2), run_dir)
@@ -95,6 +104,10 @@ def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, t
     assert max(e["staleness/max"] for e in steps) <= 2
     assert max(e["staleness/max"] for e in steps) >= 1, "rollouts must run ahead of training"
     assert max(e["version/spans_max"] for e in steps) >= 2, "weights must change while trajectories are in flight"
+    for step in steps:
+        assert documented_metrics("Every step") <= step.keys()
+    for evaluation in evaluations(run_dir).values():
+        assert documented_metrics("Evaluations") <= evaluation.keys()
     assert (run_dir / "hf" / "model.safetensors").is_file()
     assert list((run_dir / "tensorboard").iterdir())
 

@@ -65,6 +65,11 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
         ("rl={sync_interval: 4, max_staleness: 1}", "raise max_staleness to sync_interval - 1"),
         ("parallel={vpp: 2}", "vpp=2 needs pipeline parallelism"),
         ("parallel={ep: 4, world_size: 2}", "world_size=2 is not a multiple of etp·ep·pp=4"),
+        ("algorithm.advantage=group", "rl.group_size = 1 with algorithm.advantage = 'group'"),
+        ("rl={group_size: 4, batch_size: 8}", "rl.group_size = 4 with algorithm.advantage = 'critic'"),
+        ("rl={minibatches: 3, batch_size: 8}", "not a multiple of rl.minibatches = 3"),
+        ("algorithm={advantage: running_mean, truncation: bootstrap}", "set it to terminal"),
+        ("algorithm={policy_loss: ppo_clip, loss_denominator: accepted_tokens}", "use action_tokens or trajectories"),
     ],
 )
 def test_an_error_names_the_field_the_value_and_the_remedy(path, override, message):

@@ -41,7 +41,7 @@ class StudyRun:
 
 
 def load_study(path: Path) -> list[StudyRun]:
-    """All runs that the study file names, cold starts first."""
+    """All runs that the study file names: cold starts, then the first seed of everything, then the next."""
     study: dict[str, Any] = yaml.safe_load(path.read_text())
     runs = [
         StudyRun(f"{COLD_START}/{policy}", spec["config"], tuple(spec["set"]), policy)
@@ -55,7 +55,7 @@ def load_study(path: Path) -> list[StudyRun]:
                 StudyRun(f"{task}/{method}-{seed}", config, overrides, spec["policy"], seed, spec["lag"])
                 for seed in seeds
             ]
-    return runs
+    return sorted(runs, key=lambda run: run.seed)
 
 
 def run_one(run: StudyRun, out: Path) -> None:
