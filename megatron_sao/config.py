@@ -158,17 +158,26 @@ class DataConfig(Section):
 
 
 class SamplingConfig(Section):
+    """With ``top_k`` (and ``top_p``) the engine reports every token's support, and the trainer evaluates over it."""
+
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1)  # -1 or 0: the full vocabulary
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_k > 0
 
     @model_validator(mode="after")
-    def _full_support(self) -> SamplingConfig:
-        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+    def _support_is_known(self) -> SamplingConfig:
+        if self.top_p != 1.0 and not self.truncated:
             raise ValueError(
-                f"top_p={self.top_p}, top_k={self.top_k}: the trainer evaluates log-probabilities over the full "
-                "vocabulary, so truncated sampling would bias the importance ratio; use top_p=1.0 and top_k=-1"
+                f"top_p={self.top_p} without top_k: the engine reports the support of truncated sampling only for a "
+                "finite top_k, and without it the importance ratio would be biased; set top_k (at most SGLang's "
+                "--sampling-mask-max-tokens) or top_p=1.0"
             )
+        if self.top_k == 1:
+            raise ValueError("top_k=1: greedy sampling has log-probability 0 and no gradient; use top_k >= 2 or -1")
         return self
 
 

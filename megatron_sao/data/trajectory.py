@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -29,7 +29,6 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "kind": (str,),
     "group": (str, type(None)),
     "sampling": (dict,),
-    "support": (type(None),),  # reserved: the support of truncated sampling
     "truncated": (bool,),
     "failure": (str, type(None)),
     "metrics": (dict,),
@@ -39,6 +38,26 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 
 class TrajectoryError(ValueError):
     """A malformed trajectory; the message starts with ``field[index]:``."""
+
+
+class Support(NamedTuple):
+    """Which ids truncated sampling could have drawn, per action token in order: ``ids`` int32 [sum of counts], of which
+    the first ``counts[0]`` (int32 [num_action_tokens]) belong to the first action token, and so on."""
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, per_token: list[list[int]]) -> Support:
+        counts = np.array([len(ids) for ids in per_token], np.int32)
+        return cls(counts, np.array([id for ids in per_token for id in ids], np.int32))
+
+    def padded(self) -> np.ndarray:
+        """int32 [num_action_tokens, largest count], filled up with -1."""
+        width = int(self.counts.max(initial=0))
+        out = np.full((len(self.counts), width), -1, np.int32)
+        out[np.arange(width) < self.counts[:, None]] = self.ids
+        return out
 
 
 def parse_version(version: str) -> tuple[int, int]:
@@ -64,6 +83,7 @@ class Trajectory:
         versions: (weight version "incarnation.n", start, end), covering the mask.
         turns: ("prompt" | "action" | "observation", start, end).
         sampling: temperature, top_p, top_k, ...
+        support: of truncated sampling, else None; log-probabilities are over it.
         routed_experts: int32 of any shape, for routing replay, else None.
         truncated: ended by a length or turn limit.
         failure: the environment's own failure, else None; such an episode is excluded from training.
@@ -85,7 +105,7 @@ class Trajectory:
     versions: list[tuple[str, int, int]]
     turns: list[tuple[str, int, int]]
     sampling: dict[str, Any]
-    support: None
+    support: Support | None
     routed_experts: np.ndarray | None
     truncated: bool
     failure: str | None
@@ -133,6 +153,7 @@ class Trajectory:
         for name in ("versions", "turns"):
             self._check_spans(name)
         self._check_cover()
+        self._check_support(vocab_size)
         positive = self.logprobs > 0
         return replace(self, logprobs=np.where(positive, np.float32(0), self.logprobs)) if positive.any() else self
 
@@ -183,6 +204,19 @@ class Trajectory:
             covered[start:end] = True
         _refuse("versions", self.token_ids, (self.loss_mask == 1) & ~covered, "was sampled under no recorded version")
 
+    def _check_support(self, vocab_size: int) -> None:
+        if self.support is None:
+            return
+        counts, ids = self.support
+        if len(counts) != self.num_action_tokens or (counts < 1).any() or counts.sum(dtype=np.int64) != len(ids):
+            raise TrajectoryError(
+                f"support: {len(counts)} counts that sum to {counts.sum(dtype=np.int64)} do not fit "
+                f"{self.num_action_tokens} action tokens and {len(ids)} ids"
+            )
+        _refuse("support", ids, (ids < 0) | (ids >= vocab_size), f"is outside the vocabulary [0, {vocab_size})")
+        own = (self.support.padded() == self.token_ids[self.loss_mask == 1][:, None]).any(1)
+        _refuse("support", self.token_ids[self.loss_mask == 1], ~own, "was sampled, but is not in its own support")
+
     def encode(self) -> bytes:
         """The wire format. Raises TrajectoryError for an array of another dtype (never cast silently)."""
         message: dict[str, Any] = {"schema": SCHEMA} | {name: getattr(self, name) for name in _SCALARS}
@@ -190,6 +224,7 @@ class Trajectory:
             message[name] = _raw(name, getattr(self, name), dtype)
         message["versions"] = [list(span) for span in self.versions]
         message["turns"] = [list(span) for span in self.turns]
+        message["support"] = None if self.support is None else [_raw("support", part, "<i4") for part in self.support]
         experts = self.routed_experts
         message["routed_experts"] = (
             None if experts is None else [list(experts.shape), _raw("routed_experts", experts, "<i4")]
@@ -221,6 +256,7 @@ class Trajectory:
             message[name] = _array(name, message[name], dtype)
         for name in ("versions", "turns"):
             message[name] = _spans(name, message[name])
+        message["support"] = _support(message["support"])
         message["routed_experts"] = _experts(message["routed_experts"])
         return Trajectory(**message)
 
@@ -251,6 +287,14 @@ def _spans(name: str, raw: Any) -> list[tuple[str, int, int]]:
         if type(span) is not list or [type(part) for part in span] != [str, int, int]:
             raise TrajectoryError(f"{name}[{index}]: expected [text, start, end]")
     return [tuple(span) for span in raw]
+
+
+def _support(raw: Any) -> Support | None:
+    if raw is None:
+        return None
+    if type(raw) is not list or len(raw) != 2:
+        raise TrajectoryError("support: expected null or [counts, ids] as bytes")
+    return Support(*(_array("support", part, "<i4") for part in raw))
 
 
 def _experts(raw: Any) -> np.ndarray | None:

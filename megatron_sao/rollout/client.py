@@ -76,7 +76,8 @@ class ModelLimits(NamedTuple):
 @dataclass
 class Generation:
     """One turn as sampled. ``versions`` are half-open spans over ``token_ids``; log-probs are at the
-    sampling temperature, over the full vocabulary, under the weights of each token's own version."""
+    sampling temperature, under the weights of each token's own version, over the full vocabulary or, where sampling is
+    truncated, over ``support``: the ids that could have been sampled in place of each token."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -84,11 +85,13 @@ class Generation:
     finish_reason: str = ""  # "stop" or "length"
     engine: str = ""  # id of the engine that finished it
     retries: int = 0
+    support: list[list[int]] = field(default_factory=list)  # empty over the full vocabulary
 
     def append(self, part: Generation) -> None:
         offset = len(self.token_ids)
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
+        self.support += part.support
         self.versions += [(version, start + offset, end + offset) for version, start, end in part.versions]
         self.finish_reason, self.engine = part.finish_reason, part.engine
 
@@ -160,7 +163,7 @@ class EngineClient:
             engine = await self._pick(prefer, avoid)
             parameters = _sampling_params(sampling, max_new_tokens - len(done.token_ids), stop_token_ids)
             try:
-                done.append(await self._request(engine, [*input_ids, *done.token_ids], parameters))
+                done.append(await self._request(engine, [*input_ids, *done.token_ids], parameters, sampling.truncated))
                 if done.finish_reason != "abort":
                     return done
                 if len(done.token_ids) == max_new_tokens:
@@ -223,8 +226,12 @@ class EngineClient:
                 self._listed_at = now
             return self._clean
 
-    async def _request(self, engine: EngineInfo, input_ids: list[int], parameters: dict[str, Any]) -> Generation:
+    async def _request(
+        self, engine: EngineInfo, input_ids: list[int], parameters: dict[str, Any], truncated: bool
+    ) -> Generation:
         body = {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
+        if truncated:
+            body["return_sampling_mask"] = True
         self._in_flight[engine.id] += 1
         try:
             async with self._http.post(f"{engine.url}/generate", json=body) as response:
@@ -232,7 +239,7 @@ class EngineClient:
                     raise RequestRefused(f"engine {engine.id} refused a request: {(await response.text())[:500]}")
                 if response.status != 200:
                     raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
-                return _parse(await response.json(), engine.id)
+                return _parse(await response.json(), engine.id, truncated)
         except aiohttp.ClientConnectorError as error:
             raise _AttemptFailed(f"cannot be reached: {error}", counts=False) from error
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
@@ -256,7 +263,7 @@ def _sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_i
     }
 
 
-def _parse(answer: dict[str, Any], engine: str) -> Generation:
+def _parse(answer: dict[str, Any], engine: str, truncated: bool) -> Generation:
     """An answer of ``/generate`` whose parts agree with each other, or _AttemptFailed."""
     meta = answer["meta_info"]
     token_ids = answer["output_ids"]
@@ -274,4 +281,9 @@ def _parse(answer: dict[str, Any], engine: str) -> Generation:
         raise _AttemptFailed(f"answered weight_versions {spans} that do not cover {len(token_ids)} tokens")
     # JSON has no infinity: SGLang writes a log-probability of -inf as null.
     values = [-math.inf if entry[0] is None else float(entry[0]) for entry in logprobs]
-    return Generation(token_ids, values, spans, reason, engine)
+    support: list[list[int]] = []
+    if truncated:
+        support, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        if len(values) != len(token_ids) or [t in ids for t, ids in zip(token_ids, support, strict=True)].count(False):
+            raise _AttemptFailed(f"answered a sampling support that does not hold its {len(token_ids)} tokens")
+    return Generation(token_ids, values, spans, reason, engine, support=support)

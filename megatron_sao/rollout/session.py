@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_sao.config import RolloutConfig, SamplingConfig
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import Support, Trajectory
 from megatron_sao.rollout.client import CONTEXT_MARGIN, EngineClient, Generation, RequestRefused
 
 
@@ -42,6 +42,7 @@ class Session:
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
         self.rewards: list[float] = []
+        self.support: list[list[int]] = []  # per action token, where sampling is truncated
         self.versions: list[tuple[str, int, int]] = []
         self.turns: list[tuple[str, int, int]] = []
         self.metrics: dict[str, float] = {}  # the environment may add its own figures
@@ -132,11 +133,12 @@ class Session:
             "seconds": time.time() - self._started,
             "engine_retries": float(self.retries),
         }
+        support = Support.of(self.support) if self._sampling.truncated else None
         return Trajectory(
             id=id, run_id=run_id, task_id=task_id, epoch=epoch, attempt=attempt, kind=kind, group=group,
             token_ids=np.array(self.token_ids, np.int32), loss_mask=np.array(self.loss_mask, np.uint8),
             logprobs=np.array(self.logprobs, np.float32), rewards=np.array(self.rewards, np.float32),
-            versions=self.versions, turns=self.turns, sampling=self._sampling.model_dump(), support=None,
+            versions=self.versions, turns=self.turns, sampling=self._sampling.model_dump(), support=support,
             routed_experts=None, truncated=self.truncated, failure=failure, metrics=metrics, created_at=time.time(),
         )  # fmt: skip
 
@@ -161,6 +163,7 @@ class Session:
         self.token_ids += action.token_ids
         self.loss_mask += [1] * count
         self.logprobs += action.logprobs
+        self.support += action.support
         self.rewards += [0.0] * count
         self.versions += [(version, start + first, start + end) for version, first, end in action.versions]
         self.turns.append(("action", start, start + count))

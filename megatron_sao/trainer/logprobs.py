@@ -42,3 +42,29 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     total = reduce_from_tensor_model_parallel_region(weights.sum(-1))
     mean = reduce_from_tensor_model_parallel_region(torch.where(weights > 0, weights * scaled, 0.0).sum(-1)) / total
     return total.log() - mean
+
+
+def support_logprobs(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, support: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`token_logprobs` and :func:`token_entropy` over the support of truncated sampling.
+
+    Args:
+        logits: this tensor-parallel rank's share of the vocabulary, ``[n, 1, v / tp]``.
+        labels: ``[n, 1]``; a label outside its support has log-probability -inf.
+        support: ids ``[n, K]``, filled up with -1.
+
+    Returns:
+        Log-probabilities and entropies, ``[n, 1]`` float32, the same on every tensor-parallel rank.
+    """
+    first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+    local = support - first
+    mine = (local >= 0) & (local < logits.shape[-1]) & (support >= 0)
+    gathered = logits[:, 0].gather(1, local.clamp(0, logits.shape[-1] - 1)).float()
+    # each id lies on one rank, so that the sum over ranks is the logit itself
+    gathered = reduce_from_tensor_model_parallel_region(torch.where(mine, gathered, 0.0)) / temperature
+    logprobs = gathered.masked_fill(support < 0, float("-inf")).log_softmax(-1)
+    chosen = torch.where(support == labels, logprobs, 0.0).sum(-1, keepdim=True)
+    chosen = chosen.masked_fill(~(support == labels).any(-1, keepdim=True), float("-inf"))
+    finite = torch.where(support >= 0, logprobs, 0.0)
+    return chosen, -(finite.exp() * finite * (support >= 0)).sum(-1, keepdim=True)

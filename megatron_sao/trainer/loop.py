@@ -22,7 +22,7 @@ from megatron_sao.trainer.metrics import MetricsWriter, Stopwatch
 from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
-from megatron_sao.trainer.source import BatchSource, Demonstrations, check_temperature, permute_rewards
+from megatron_sao.trainer.source import BatchSource, Demonstrations, check_sampling, permute_rewards
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
@@ -164,7 +164,7 @@ def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Sto
     policy takes one optimizer step on each.
     """
     algorithm, settings = stage.config.algorithm, stage.config.rl
-    check_temperature(trajectories, stage.config.rollout.sampling.temperature)
+    check_sampling(trajectories, stage.config.rollout.sampling)
     if algorithm.permute_rewards:
         trajectories = permute_rewards(trajectories, seed=stage.config.seed * 1_000_003 + step)
     share = -(-len(trajectories) // settings.minibatches)

@@ -28,6 +28,7 @@ class MicroBatch:
         trajectories: the packed ones, in order; may be empty (a dummy that keeps ranks in step).
         tokens, position_ids, labels: int64 [1, T].
         loss_mask: bool [T]; rollout_logprobs, rewards: float32 [T]; see the module's docstring.
+        support: int64 [T, K], the ids that truncated sampling could have drawn, filled up with -1; else None.
         cu_seqlens: int32 [n + 1] over trajectories and, where T had to be padded, one sequence of padding.
         values, advantages, returns, old_logprobs: float32 [T], filled in by the step.
         value_mask: bool [T], where values are trained; ``loss_mask`` except under plain GAE.
@@ -41,6 +42,7 @@ class MicroBatch:
     rollout_logprobs: torch.Tensor
     rewards: torch.Tensor
     cu_seqlens: torch.Tensor
+    support: torch.Tensor | None = None
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -109,14 +111,27 @@ def _pack(trajectories: list[Trajectory], multiple: int, device: torch.device) -
         return torch.cat(joined).to(device)
 
     token_ids = [t.token_ids for t in trajectories]
+    loss_mask = packed([t.loss_mask for t in trajectories], torch.bool, shift=True)
     positions = torch.cat([torch.arange(length) for length in lengths])
     return MicroBatch(
         trajectories=trajectories,
         tokens=packed(token_ids, torch.int64, shift=False)[None],
         position_ids=positions.to(device)[None],
         labels=packed(token_ids, torch.int64, shift=True)[None],
-        loss_mask=packed([t.loss_mask for t in trajectories], torch.bool, shift=True),
+        loss_mask=loss_mask,
         rollout_logprobs=packed([t.logprobs for t in trajectories], torch.float32, shift=True),
         rewards=packed([t.rewards for t in trajectories], torch.float32, shift=True),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device),
+        support=_packed_support(trajectories, loss_mask),
     )
+
+
+def _packed_support(trajectories: list[Trajectory], loss_mask: torch.Tensor) -> torch.Tensor | None:
+    rows = [torch.from_numpy(t.support.padded()).long() for t in trajectories if t.support is not None]
+    if not rows:
+        return None
+    width = max(row.shape[1] for row in rows)
+    support = torch.full((len(loss_mask), width), -1, device=loss_mask.device)
+    filled = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1]), value=-1) for row in rows])
+    support[loss_mask] = filled.to(loss_mask.device)  # check_sampling has seen to it that all have one
+    return support

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_sao.config import AlgorithmConfig
-from megatron_sao.trainer.logprobs import mask_vocab_padding, token_entropy, token_logprobs
+from megatron_sao.trainer.logprobs import mask_vocab_padding, support_logprobs, token_entropy, token_logprobs
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.policy_loss import POLICY_KEYS, policy_loss, policy_metrics
 from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs
@@ -137,11 +137,17 @@ class Policy:
                 hidden_states = hidden_states[selected]
             logits, _ = output_layer(hidden_states, weight=output_weight)
             logits = mask_vocab_padding(logits, self._vocab_size)
-            if entropies is not None:
-                with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-                    entropies["entropy"] = _spread(token_entropy(logits, temperature), selected, batch.num_tokens)
             labels = batch.labels[0, selected][:, None]
-            return _spread(token_logprobs(logits, labels, temperature), selected, batch.num_tokens)[None]
+            if batch.support is not None:
+                logprobs, entropy = support_logprobs(logits, labels, temperature, batch.support[selected])
+                entropy = entropy if entropy_grad else entropy.detach()
+            else:
+                logprobs = token_logprobs(logits, labels, temperature)
+                with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+                    entropy = token_entropy(logits, temperature) if entropies is not None else None
+            if entropies is not None:
+                entropies["entropy"] = _spread(entropy, selected, batch.num_tokens)
+            return _spread(logprobs, selected, batch.num_tokens)[None]
 
         return model(**forward_kwargs(batch), output_processor=from_hidden)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_sao.buffer.client import BufferClient
-from megatron_sao.config import ConfigError
+from megatron_sao.config import ConfigError, SamplingConfig
 from megatron_sao.data.batches import BatchesError, RecordedBatches
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.distributed import broadcast_json
@@ -161,19 +161,24 @@ def _example(step: int, example: tuple[list[int], list[int]]) -> Trajectory:
     )  # fmt: skip
 
 
-def check_temperature(trajectories: list[Trajectory], temperature: float) -> None:
-    """Refuse trajectories sampled at another temperature than the trainer evaluates log-probabilities at.
+def check_sampling(trajectories: list[Trajectory], sampling: SamplingConfig) -> None:
+    """Refuse trajectories whose log-probabilities are over another distribution than the trainer evaluates.
 
     Raises:
-        ConfigError: names the trajectory and both temperatures.
+        ConfigError: names the trajectory, what it was sampled with and what the config says.
     """
     for trajectory in trajectories:
-        sampled_at = trajectory.sampling.get("temperature", 1.0)
-        if sampled_at != temperature:
+        temperature = trajectory.sampling.get("temperature", 1.0)
+        if temperature != sampling.temperature:
             raise ConfigError(
-                f"trajectory {trajectory.id!r} was sampled at temperature {sampled_at}, but "
-                f"rollout.sampling.temperature = {temperature}: its importance ratios would be wrong; train at the "
-                "temperature it was sampled at"
+                f"trajectory {trajectory.id!r} was sampled at temperature {temperature}, but "
+                f"rollout.sampling.temperature = {sampling.temperature}: its importance ratios would be wrong; train "
+                "at the temperature it was sampled at"
+            )
+        if (trajectory.support is not None) != sampling.truncated and trajectory.num_action_tokens:
+            raise ConfigError(
+                f"trajectory {trajectory.id!r} was sampled {'with' if trajectory.support else 'without'} a recorded "
+                f"support, but rollout.sampling.top_k = {sampling.top_k}; train with the sampling it was made with"
             )
 
 

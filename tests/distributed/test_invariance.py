@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from megatron_sao.config import ConfigError
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import Support, Trajectory
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.loop import Stage
 from tests.distributed.gradients import Result, assert_same, mixed_batch, one_step, without_actions
 from tests.distributed.offline import random_trajectory
+from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.distributed
 
@@ -116,6 +118,60 @@ def test_a_batch_with_nothing_to_count_takes_no_optimizer_step(
     assert metrics["train/policy_steps_skipped"] == 1
     for name, parameter in stages[0].policy.trainable.chunks[0].named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+def with_support(trajectory: Trajectory, choose: Callable[[int], list[int]]) -> Trajectory:
+    actions = trajectory.token_ids[trajectory.loss_mask == 1]
+    return replace(trajectory, support=Support.of([choose(int(token)) for token in actions]))
+
+
+TOP_K = {"environment": "unused:Unused", "sampling": {"top_k": VOCAB_SIZE}}
+
+
+def test_a_support_of_the_whole_vocabulary_changes_nothing(
+    world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path
+) -> None:
+    batch = [with_support(t, lambda token: list(range(VOCAB_SIZE))[::-1]) for t in mixed_batch()]
+    batch.append(without_actions("prompt-only", 5))
+    assert_same(one_step(glm4_moe, batch, tmp_path, world, rollout=TOP_K), expected)
+
+
+def test_log_probabilities_are_taken_over_the_support_that_the_engine_reported(
+    world: Backend, glm4_moe: Path, tmp_path: Path
+) -> None:
+    """Over a support of one token its log-probability is 0, whatever the model says; of two, they sum to one."""
+    lonely = [replace(with_support(t, lambda token: [token]), logprobs=t.logprobs * 0) for t in mixed_batch()]
+    metrics, gradients = one_step(glm4_moe, lonely, tmp_path / "one", world, rollout=TOP_K)
+    assert metrics["dis/rho_mean"] == metrics["dis/rho_max"] == 1
+    assert metrics["train/entropy"] == 0
+    assert not any(gradient.any() for name, gradient in gradients.items() if name.startswith("policy/"))
+
+    totals = []
+    for mine in (0, 1):
+        trajectory = with_support(mixed_batch()[3], lambda token: [token, (token + 1) % VOCAB_SIZE])
+        first = int(np.flatnonzero(trajectory.loss_mask)[0])
+        mask = (np.arange(trajectory.num_tokens) == first).astype(np.uint8)
+        tokens = trajectory.token_ids.copy()
+        pair = [int(tokens[first]), (int(tokens[first]) + 1) % VOCAB_SIZE]
+        tokens[first] = pair[mine]
+        one = replace(
+            trajectory, token_ids=tokens, loss_mask=mask, logprobs=mask * np.float32(0), rewards=mask * np.float32(1),
+            support=Support.of([pair]),
+        )  # fmt: skip
+        metrics, _ = one_step(glm4_moe, [one], tmp_path / f"two-{mine}", world, rollout=TOP_K)
+        totals.append(metrics["dis/rho_mean"])  # = probability, since the behaviour log-probability is 0
+    assert sum(totals) == pytest.approx(1, abs=1e-6)
+    assert min(totals) > 1e-4
+
+
+@pytest.mark.parametrize("top_k", [-1, 4])
+def test_trajectories_with_and_without_a_support_are_not_confused(
+    top_k: int, world: Backend, glm4_moe: Path, tmp_path: Path
+) -> None:
+    batch = mixed_batch() if top_k == 4 else [with_support(t, lambda token: [token]) for t in mixed_batch()]
+    rollout = {"environment": "unused:Unused", "sampling": {"top_k": top_k}}
+    with pytest.raises(ConfigError, match=rf"recorded support, but rollout\.sampling\.top_k = {top_k}"):
+        one_step(glm4_moe, batch, tmp_path, world, rollout=rollout)
 
 
 def test_trajectories_sampled_at_another_temperature_are_refused(

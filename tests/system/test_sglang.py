@@ -97,6 +97,27 @@ def test_logprobs_equal_those_of_transformers_at_the_sampling_temperature(glm4_m
         np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
 
 
+def test_truncated_sampling_reports_its_support_and_log_probabilities_over_it(glm4_moe_server, hf_model):
+    sampling = SamplingConfig(temperature=1.3, top_k=5, top_p=0.8)
+
+    async def use(client):
+        prompts = [[1 + (7 * i + j) % 22 for j in range(3 + i)] for i in range(8)]
+        return prompts, await asyncio.gather(*(client.generate(ids, sampling, 32) for ids in prompts))
+
+    sizes = set()
+    for prompt, answer in zip(*with_client(glm4_moe_server, use), strict=True):
+        with torch.no_grad():
+            logits = hf_model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1] / 1.3
+        for row, token, support, logprob in zip(logits, answer.token_ids, answer.support, answer.logprobs, strict=True):
+            probabilities, order = row.softmax(-1).sort(descending=True)
+            before = probabilities.cumsum(-1) - probabilities
+            kept = [int(i) for rank, i in enumerate(order) if rank < 5 and before[rank] <= 0.8]
+            assert sorted(support) == sorted(kept)
+            assert logprob == pytest.approx(float(row[kept].log_softmax(-1)[kept.index(token)]), abs=1e-5)
+            sizes.add(len(support))
+    assert len(sizes) > 2, "both limits must act"
+
+
 def test_a_stop_token_ends_the_turn_and_is_part_of_it(glm4_moe_server):
     stops = list(range(0, 23, 2))
     answer = with_client(glm4_moe_server, lambda client: client.generate(PROMPT, SAMPLING, 60, stops))

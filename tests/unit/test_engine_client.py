@@ -108,6 +108,34 @@ def test_an_aborted_turn_goes_on_from_its_tokens_and_keeps_each_tokens_version()
     assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 6
 
 
+def truncated(ids: list[int], support: list[list[int]], reason: str = "stop") -> Answer:
+    """As SGLang answers ``return_sampling_mask``: the log-probabilities over the support come beside the others."""
+    logprobs = [[-0.5, token, None] for token in ids]
+    meta = {
+        "output_token_logprobs": logprobs, "weight_versions": [{"version": "1.0", "start": 0, "end": len(ids)}],
+        "finish_reason": {"type": reason}, "output_token_sampling_mask": support,
+        "output_token_sampling_logprobs": [-0.25] * len(ids),
+    }  # fmt: skip
+    return lambda body: web.json_response({"output_ids": ids, "meta_info": meta})
+
+
+def test_truncated_sampling_brings_each_tokens_support_and_the_log_probability_over_it():
+    engine = FakeEngine("a", truncated([4, 5], [[4, 7], [5]], "abort"), truncated([9], [[8, 9]]))
+
+    def use(client, _):
+        return client.generate([1, 2, 3], SamplingConfig(top_k=2, top_p=0.9), 8, [9])
+
+    answer = with_engines([engine], use)
+    assert answer.support == [[4, 7], [5], [8, 9]] and answer.logprobs == [-0.25] * 3
+    assert all(body["return_sampling_mask"] for body in engine.bodies)
+
+
+def test_a_support_without_its_token_costs_a_retry():
+    engine = FakeEngine("a", truncated([4], [[5, 7]]), truncated([4], [[4, 7]]))
+    answer = with_engines([engine], lambda client, _: client.generate([1], SamplingConfig(top_k=2), 1, []))
+    assert (answer.support, answer.retries) == ([[4, 7]], 1)
+
+
 def test_retries_are_bounded_and_the_error_says_what_happened():
     engine = FakeEngine("a", http_error(500))
     with pytest.raises(EngineError, match=r"failed 3 times.*max_retries = 2.*engine a .*HTTP 500: out of luck"):

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from megatron_sao.data.batches import BatchesError, RecordedBatches, write_batch
-from megatron_sao.data.trajectory import Trajectory, TrajectoryError
+from megatron_sao.data.trajectory import Support, Trajectory, TrajectoryError
 from tests.trajectories import make_trajectory
 
 
@@ -23,6 +23,33 @@ def test_a_decoded_trajectory_equals_the_encoded_one_in_every_field():
         else:
             assert getattr(received, name) == value
     assert received.encode() == sent.encode()
+
+
+SUPPORT = Support.of([[3, 4], [4], [2, 6, 5]])  # of the three action tokens 3, 4 and 6
+
+
+def test_the_support_of_truncated_sampling_travels_and_passes_the_door():
+    received = Trajectory.decode(make_trajectory(support=SUPPORT).encode()).validate(vocab_size=7, max_tokens=6)
+    assert received.support.padded().tolist() == [[3, 4, -1], [4, -1, -1], [2, 6, 5]]
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        ([[3], [4]], "support: 2 counts that sum to 2 do not fit 3 action tokens"),
+        ([[3], [], [6]], "support: 3 counts"),
+        ([[3], [4], [7, 6]], r"support\[2\]: 7 is outside the vocabulary"),
+        ([[3], [5], [6]], r"support\[1\]: 4 was sampled, but is not in its own support"),
+    ],
+)
+def test_a_support_that_cannot_be_is_refused(support, message):
+    with pytest.raises(TrajectoryError, match=message):
+        make_trajectory(support=Support.of(support)).validate(vocab_size=7, max_tokens=6)
+
+
+def test_a_support_that_is_not_two_arrays_is_refused():
+    with pytest.raises(TrajectoryError, match="support: expected null or"):
+        Trajectory.decode(repacked(support=[b""]))
 
 
 def test_arrays_travel_as_raw_little_endian_bytes():
