@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.12 or 3.13 and this checkout.
-.PHONY: setup demo demo-smollm2 test test-full lint lock
+.PHONY: setup demo demo-smollm2 study test test-full lint lock
 .DEFAULT_GOAL := setup
 # Dozens of processes import torch and SGLang; where the environment forbids bytecode caches, each would compile them anew.
 export PYTHONDONTWRITEBYTECODE =
@@ -14,6 +14,12 @@ demo: setup
 demo-smollm2: setup
 	.venv/bin/python tools/fetch_smollm2.py
 	OMP_NUM_THREADS=2 .venv/bin/megatron-sao run model_configs/smollm2_135m.yaml
+
+study: setup
+	.venv/bin/python tools/make_tiny_model.py
+	.venv/bin/python tools/study/make_orchard.py
+	.venv/bin/python tools/study/run.py
+	.venv/bin/python tools/study/report.py
 
 lint: setup
 	.venv/bin/ruff check .

@@ -44,6 +44,9 @@ def main(config: RunConfig, run_dir: Path) -> int:
     """
     check_inputs(config)
     check_run_dir(config, run_dir)
+    if is_complete(config, run_dir):
+        print(f"megatron-sao: the run in {run_dir} is complete; its policy is in {run_dir / 'hf'}")
+        return 0
     ports = choose_ports(config)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with exclusive(run_dir):
@@ -94,6 +97,13 @@ def check_run_dir(config: RunConfig, run_dir: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE_BYTES:
         raise ConfigError(f"--run-dir {run_dir}: {free / 1e9:.2f} GB of disk are free and a run needs 1 GB at least")
+
+
+def is_complete(config: RunConfig, run_dir: Path) -> bool:
+    """Whether nothing is left to do: the trainer exports its policy and then makes its last checkpoint."""
+    latest = run_dir / "checkpoints" / "latest"
+    done = latest.is_file() and latest.read_text().strip() == f"rl-{config.rl.steps}"
+    return done and (run_dir / "hf" / "config.json").is_file()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

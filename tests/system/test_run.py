@@ -112,8 +112,9 @@ def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, t
     assert list((run_dir / "tensorboard").iterdir())
 
     again = start(run_dir.parent / "config.yaml", run_dir)
-    output, _ = again.communicate(timeout=240)
+    output, _ = again.communicate(timeout=60)
     assert again.returncode == 0, output[-3000:]
+    assert "is complete" in output
     assert len([e for e in read_events(run_dir) if "train/policy_loss" in e]) == STEPS, "a finished run does no step"
 
 
