@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -20,21 +21,29 @@ from megatron_sao.weights.load import WeightError, local_tensors
 
 
 class HFExporter:
-    """Exports the current weights of a policy as HF tensors. Every method is collective over all trainer ranks.
+    """Exports the current weights as HF tensors, a critic's without its value head, for which Hugging Face has no name.
+    Every method is collective over all trainer ranks.
 
     Which rank owns what is agreed once, at construction: of all ranks that hold a parameter the lowest one sends it.
     """
 
-    def __init__(self, chunks: list[GPTModel], model: HFModel, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        chunks: list[GPTModel],
+        model: HFModel,
+        config: TransformerConfig,
+        head: Literal["policy", "critic"] = "policy",
+    ) -> None:
         self._chunks, self._model, self._config = chunks, model, config
-        self._entries = entries(model, config)
+        self._entries = entries(model, config, head)
         self._device = next(chunks[0].parameters()).device
         held = all_gather_json([name for name, _ in local_tensors(chunks, config)], self._device)
         self._owner: dict[str, int] = {}
         for rank, names in enumerate(held):
             for name in names:
                 self._owner.setdefault(name, rank)
-        unknown = self._owner.keys() - {entry.name for entry in self._entries}
+        value_head = {"output_layer.weight", "output_layer.bias"} if head == "critic" else set()
+        unknown = self._owner.keys() - {entry.name for entry in self._entries} - value_head
         unheld = {entry.name for entry in self._entries} - self._owner.keys()
         if unknown or unheld:
             raise WeightError(

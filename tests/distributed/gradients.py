@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.loop import Stage, sao_step
 from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.metrics import Stopwatch
+from megatron_sao.trainer.trainable import Trainable
+from megatron_sao.weights.export import HFExporter
 from tests.distributed.offline import offline_config, random_trajectory, write_batches
 from tests.trajectories import make_trajectory
 
@@ -49,6 +52,7 @@ def one_step(
     trajectories: list[Trajectory],
     run_dir: Path,
     backend: Backend,
+    /,
     change: Callable[[Stage], None] = lambda stage: None,
     **sections: dict,
 ) -> Result:
@@ -62,14 +66,46 @@ def one_step(
     stage = run._rl_stage(0)
     change(stage)
     metrics = sao_step(stage, 0, trajectories, Stopwatch())
-    gradients = {
-        f"{name}/{parameter_name}": parameter.main_grad.clone()
-        for name, head in (("policy", stage.policy), ("critic", stage.critic))
-        for chunk in (head.trainable.chunks if head is not None else [])
-        for parameter_name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    }
+    gradients = exported_gradients(stage, "policy", stage.policy.trainable)
+    if stage.critic is not None:
+        gradients |= exported_gradients(stage, "critic", stage.critic.trainable)
     return metrics, gradients
+
+
+@torch.no_grad()
+def exported_gradients(stage: Stage, head: str, trainable: Trainable) -> dict[str, torch.Tensor]:
+    """Full gradients under Hugging Face names, on rank 0, whatever the layout: exported in the weights' place."""
+    parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]
+    weights = [parameter.clone() for parameter in parameters]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.copy_(parameter.main_grad)
+        else:
+            parameter.fill_(float("nan"))
+    exporter = HFExporter(trainable.chunks, stage.model, trainable.config, head)
+    gradients = {
+        f"{head}/{name}": tensor.clone() for name, tensor in exporter.tensors() if "e_score_correction_bias" not in name
+    }
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    if head == "critic":
+        gradients |= {f"critic/value_head.{name}": g for name, g in _value_head_gradient(trainable).items()}
+    return {name: gradient for name, gradient in gradients.items() if not gradient.isnan().any()}
+
+
+def _value_head_gradient(trainable: Trainable) -> dict[str, torch.Tensor]:
+    """From the last pipeline stage, where it is the same on every rank."""
+    hidden = trainable.config.hidden_size
+    gradient = torch.zeros(hidden + 1)
+    last = trainable.chunks[-1]
+    if last.post_process:
+        gradient = torch.cat([last.output_layer.weight.main_grad[0], last.output_layer.bias.main_grad])
+    dist.broadcast(
+        gradient,
+        parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return {"weight": gradient[:hidden], "bias": gradient[hidden:]}
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float = 1e-6) -> None:

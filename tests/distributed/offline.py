@@ -45,7 +45,7 @@ def write_batches(directory: Path) -> Path:
     return directory
 
 
-def offline_config(model: Path, **sections: Any) -> RunConfig:
+def offline_config(model: Path, /, **sections: Any) -> RunConfig:
     optimizer = {"lr": 1e-3, "warmup_steps": 1}
     raw = {
         "name": "offline",
@@ -62,7 +62,7 @@ def offline_config(model: Path, **sections: Any) -> RunConfig:
     return parse_config(raw | sections)
 
 
-def short_config(model: Path, **sections: Any) -> RunConfig:
+def short_config(model: Path, /, **sections: Any) -> RunConfig:
     """One value step and one RL step: enough to compare layouts."""
     config = offline_config(model, **sections)
     return config.model_copy(

@@ -133,7 +133,8 @@ def test_a_support_of_the_whole_vocabulary_changes_nothing(
 ) -> None:
     batch = [with_support(t, lambda token: list(range(VOCAB_SIZE))[::-1]) for t in mixed_batch()]
     batch.append(without_actions("prompt-only", 5))
-    assert_same(one_step(glm4_moe, batch, tmp_path, world, rollout=TOP_K), expected)
+    # another formula, so another rounding
+    assert_same(one_step(glm4_moe, batch, tmp_path, world, rollout=TOP_K), expected, tolerance=1e-5)
 
 
 def test_log_probabilities_are_taken_over_the_support_that_the_engine_reported(
