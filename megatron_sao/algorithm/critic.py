@@ -1,4 +1,4 @@
-"""The critic's loss and its figure of merit."""
+"""The critic's loss."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ def value_loss(
         clipped = action & ((values - old_values).abs() > clip) & (clamped_loss > loss)
         loss = torch.maximum(loss, clamped_loss)
     return loss.sum(), {"num_action_tokens": action.sum(), "clipped": clipped.sum()}
-
-
-def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor) -> float:
-    """``1 - Var(R - V) / Var(R)`` over action tokens; 0.0 where Var(R) is 0 and the ratio says nothing."""
-    check_packed(values=values, returns=returns, loss_mask=loss_mask)
-    action = loss_mask != 0
-    target, predicted = returns[action].double(), values.detach()[action].double()
-    if target.numel() == 0 or (target == target[0]).all():
-        return 0.0
-    return float(1 - (target - predicted).var(correction=0) / target.var(correction=0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 
-def pack(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
+def pack(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int = 1) -> list[list[list[int]]]:
     """Spread trajectories over ranks and micro-batches of at most ``max_tokens``, balanced by tokens.
 
     Every rank gets the same number of micro-batches, because the ranks' collectives have to match; where there is
@@ -16,6 +16,7 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[
         lengths: tokens per trajectory, each >= 1.
         num_ranks: data-parallel ranks.
         max_tokens: bound on a micro-batch; a longer trajectory gets one of its own.
+        multiple: each rank's number of micro-batches is a multiple of it, made up with empty ones.
 
     Returns:
         ``plan[rank][micro_batch]``: ascending indices into ``lengths``; each index exactly once, at least one
@@ -41,7 +42,8 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int) -> list[list[list[
         for rank, (load, indices) in zip(least_loaded_first, bins[start : start + num_ranks], strict=True):
             plan[rank].append(indices)
             tokens[rank] += load
-    return plan
+    missing = -len(plan[0]) % multiple
+    return [micro_batches + [[] for _ in range(missing)] for micro_batches in plan]
 
 
 def _fill(lengths: list[int], num_bins: int, max_tokens: int) -> list[tuple[int, list[int]]] | None:

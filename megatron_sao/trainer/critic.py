@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -75,18 +75,20 @@ class Critic:
 
     def explained_variance(self, batch: list[MicroBatch]) -> dict[str, float]:
         """Explained variance of the values over the global batch; 0 where the returns do not vary. Collective."""
-        keys = ["count", "returns", "returns_sq", "errors", "errors_sq"]
-        stats = []
+        pairs = []
         for micro in batch:
-            if micro.returns is None:
-                continue
-            returns = micro.returns[micro.loss_mask].double()
-            errors = returns - micro.values[micro.loss_mask].double()
-            count = torch.tensor(returns.numel(), dtype=torch.float64, device=returns.device)
-            sums = (count, returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum())
-            stats.append(dict(zip(keys, sums, strict=True)))
-        s = reduce_stats(stats, keys, self.trainable.device)
-        count = max(s["count"], 1.0)
-        variance = s["returns_sq"] / count - (s["returns"] / count) ** 2
-        error = s["errors_sq"] / count - (s["errors"] / count) ** 2
-        return {"train/explained_variance": 1 - error / variance if variance > 1e-12 else 0.0}
+            if micro.returns is not None:
+                returns = micro.returns[micro.loss_mask].double()
+                pairs.append((returns, returns - micro.values[micro.loss_mask].double()))
+
+        def summed(terms: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]) -> list[float]:
+            keys = ["count", "returns", "errors"]
+            stats = [dict(zip(keys, (r.new_tensor(r.numel()), *terms(r, e)), strict=True)) for r, e in pairs]
+            return list(reduce_stats(stats, keys, self.trainable.device).values())
+
+        # in two passes: E[x^2] - E[x]^2 cancels where the returns are large and hardly vary
+        count, returns_sum, errors_sum = summed(lambda r, e: (r.sum(), e.sum()))
+        returns_mean, errors_mean = returns_sum / max(count, 1.0), errors_sum / max(count, 1.0)
+        _, variance, error = summed(lambda r, e: ((r - returns_mean).square().sum(), (e - errors_mean).square().sum()))
+        varies = variance > 1e-20 * max(count, 1.0) * returns_mean**2
+        return {"train/explained_variance": 1 - error / variance if varies else 0.0}

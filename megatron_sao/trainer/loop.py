@@ -56,6 +56,7 @@ class Stage:
             self.config.parallel.max_tokens_per_microbatch,
             self.world.sequence_multiple,
             self.world.device,
+            self.world.count_multiple,
         )
 
     def save(self, stage: str, step: int) -> None:
@@ -131,6 +132,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
             stage.policy.trainable.reset_optimizer()
         trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
         watch.lap("wait")
+        remember_pushed(stage)
         metrics = sao_step(stage, step, trajectories, watch)
         evaluation_due = config.eval.every > 0 and (step + 1) % config.eval.every == 0
         last = step + 1 == steps
@@ -153,8 +155,15 @@ def publish(stage: Stage, policy_version: int) -> None:
     """Bring the policy's weights to the engines."""
     if stage.fleet is not None:
         stage.fleet.publish(policy_version)
-    if stage.config.algorithm.pi_old == "latest_pushed":
-        stage.policy.remember_pushed()
+    remember_pushed(stage, label=str(policy_version))
+
+
+def remember_pushed(stage: Stage, label: str | None = None) -> None:
+    """Note the current weights as the newest that the engines had, if they are: between two pushes that the loop makes
+    the fleet makes one of its own when an engine comes back. ``label`` stands for the fleet's where there is none."""
+    newest = stage.fleet.version if stage.fleet is not None else label
+    if stage.config.algorithm.pi_old == "latest_pushed" and newest not in (None, stage.policy.pushed_label):
+        stage.policy.remember_pushed(newest)
 
 
 def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Stopwatch) -> dict[str, float]:

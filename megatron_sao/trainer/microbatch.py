@@ -84,7 +84,13 @@ class MicroBatch:
 
 
 def build_microbatches(
-    trajectories: list[Trajectory], data_rank: int, data_size: int, max_tokens: int, multiple: int, device: torch.device
+    trajectories: list[Trajectory],
+    data_rank: int,
+    data_size: int,
+    max_tokens: int,
+    multiple: int,
+    device: torch.device,
+    count_multiple: int = 1,
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of a batch.
 
@@ -92,8 +98,9 @@ def build_microbatches(
         trajectories: the whole batch in the buffer's order, the same on every rank.
         max_tokens: bound on a micro-batch; a longer trajectory gets one of its own.
         multiple: T is padded to a multiple of it (sequence parallelism splits T over ranks).
+        count_multiple: so is the number of micro-batches, with dummies (the interleaved schedule needs it).
     """
-    plan = pack([t.num_tokens for t in trajectories], data_size, max_tokens)
+    plan = pack([t.num_tokens for t in trajectories], data_size, max_tokens, count_multiple)
     return [_pack([trajectories[i] for i in members], multiple, device) for members in plan[data_rank]]
 
 

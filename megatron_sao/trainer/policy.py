@@ -26,6 +26,7 @@ class Policy:
     def __init__(self, trainable: Trainable, vocab_size: int, temperature: float) -> None:
         self.trainable, self._vocab_size, self._temperature = trainable, vocab_size, temperature
         self._pushed: list[torch.Tensor] | None = None
+        self.pushed_label: str | None = None
 
     def sft_step(self, batch: list[MicroBatch]) -> dict[str, float]:
         """One step of next-token cross-entropy over the masked tokens. Returns metrics."""
@@ -75,8 +76,9 @@ class Policy:
         steps = [self.trainable.train_step(batch, step, POLICY_KEYS) for batch in minibatches]
         return policy_metrics(steps, algorithm) | {"train/policy_lr": self.trainable.learning_rate}
 
-    def remember_pushed(self) -> None:
-        """Note that the engines have just been given the current weights: ``pi_old: latest_pushed``."""
+    def remember_pushed(self, label: str) -> None:
+        """Note that the engines have just been given the current weights, as ``label``: ``pi_old: latest_pushed``."""
+        self.pushed_label = label
         self._pushed = [p.detach().clone() for chunk in self.trainable.chunks for p in chunk.parameters()]
 
     def _fill_old_logprobs(self, minibatches: list[list[MicroBatch]], algorithm: AlgorithmConfig) -> None:
@@ -100,7 +102,7 @@ class Policy:
     @torch.no_grad()
     def _swap_with_pushed(self) -> None:
         if self._pushed is None:
-            self.remember_pushed()  # a stage begins by pushing the weights it starts from
+            self.remember_pushed("start")  # a stage begins by pushing the weights it starts from
         parameters = (p for chunk in self.trainable.chunks for p in chunk.parameters())
         for parameter, pushed in zip(parameters, self._pushed, strict=True):
             current = parameter.detach().clone()

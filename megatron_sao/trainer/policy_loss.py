@@ -6,16 +6,17 @@ from collections.abc import Collection
 
 import torch
 
-from megatron_sao.algorithm import dis_policy_loss, ppo_clip_policy_loss
+from megatron_sao.algorithm import dis_policy_loss, kl_to_rollout_policy, ppo_clip_policy_loss
 from megatron_sao.config import AlgorithmConfig
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.trainable import Stats
 
+_PPO_KEYS = ("clipped", "ratio_sum", "ratio_max", "ratio_nonfinite")
 POLICY_KEYS = [
     "loss_sum", "denominator", "entropy_sum", "kl_sum", "num_action_tokens",
     "accepted", "below", "above", "nonfinite", "rho_sum", "rho_max", "accepted_rho_sum",
-    "accepted_rho_sq_sum", "own_tokens", "own_diff_sum", "older_tokens", "older_diff_sum", "clipped", "ratio_sum",
-    "ratio_max",
+    "accepted_rho_sq_sum", "own_tokens", "own_diff_sum", "older_tokens", "older_diff_sum",
+    *_PPO_KEYS,
 ]  # fmt: skip
 
 
@@ -37,18 +38,16 @@ def policy_loss(
     loss_sum, stats = dis_policy_loss(
         logprobs, batch.rollout_logprobs, batch.advantages, mask, algorithm.eps_low, algorithm.eps_high
     )
-    stats |= dict.fromkeys(("clipped", "ratio_sum", "ratio_max"), torch.zeros((), device=logprobs.device))
+    stats |= dict.fromkeys(_PPO_KEYS, torch.zeros((), device=logprobs.device))
     if algorithm.policy_loss == "ppo_clip":
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         loss_sum, ppo = ppo_clip_policy_loss(
             logprobs, old, batch.advantages, mask, algorithm.clip_low, algorithm.clip_high
         )
-        stats |= {key: ppo[key] for key in ("clipped", "ratio_sum", "ratio_max")}  # the others still describe rho
+        ppo["ratio_nonfinite"] = ppo["nonfinite"]
+        stats |= {key: ppo[key] for key in _PPO_KEYS}  # the others still describe rho
 
-    # k3 estimator of KL(pi_theta || rollout policy) on sampled tokens: exp(-r) - 1 + r with r = l - b
-    usable = mask & batch.rollout_logprobs.isfinite()
-    log_ratio = torch.where(usable, logprobs - torch.where(usable, batch.rollout_logprobs, 0.0), 0.0)
-    kl_sum = ((-log_ratio).exp() - 1 + log_ratio).sum()
+    kl_sum = kl_to_rollout_policy(logprobs, batch.rollout_logprobs, mask, algorithm.eps_low, algorithm.eps_high)
     entropy_sum = torch.where(mask, entropy, 0.0).sum()
     if algorithm.kl_coef > 0:
         loss_sum = loss_sum + algorithm.kl_coef * kl_sum
@@ -60,9 +59,10 @@ def policy_loss(
         "accepted_tokens": stats["accepted"],
         "trajectories": torch.tensor(len(batch.trajectories), device=logprobs.device),
     }[algorithm.loss_denominator]
-    own = batch.sampled_under(own_versions) & usable
-    older = usable & ~own
-    difference = log_ratio.detach().abs().double()
+    difference = (logprobs.detach().double() - batch.rollout_logprobs.double()).abs()
+    finite = mask & difference.isfinite()
+    own = batch.sampled_under(own_versions) & finite
+    older = finite & ~own
     stats |= {
         "loss_sum": loss_sum,
         "denominator": denominator,
@@ -87,7 +87,7 @@ def policy_metrics(steps: list[dict[str, float]], algorithm: AlgorithmConfig) ->
         "train/policy_grad_norm": sum(step["grad_norm"] for step in steps) / len(steps),
         "train/policy_steps_skipped": float(sum(step["denominator"] == 0 for step in steps)),
         "train/entropy": s["entropy_sum"] / tokens,
-        "train/kl": s["kl_sum"] / tokens,
+        "train/kl": s["kl_sum"] / max(s["accepted"], 1.0),
         "train/action_tokens": s["num_action_tokens"],
         "dis/accepted_fraction": s["accepted"] / tokens,
         "dis/below_fraction": s["below"] / tokens,
@@ -103,7 +103,8 @@ def policy_metrics(steps: list[dict[str, float]], algorithm: AlgorithmConfig) ->
     if algorithm.policy_loss == "ppo_clip":
         metrics |= {
             "ppo/clip_fraction": s["clipped"] / tokens,
-            "ppo/ratio_mean": s["ratio_sum"] / finite,
+            "ppo/nonfinite_fraction": s["ratio_nonfinite"] / tokens,
+            "ppo/ratio_mean": s["ratio_sum"] / max(s["num_action_tokens"] - s["ratio_nonfinite"], 1.0),
             "ppo/ratio_max": s["ratio_max"],
         }
     return metrics

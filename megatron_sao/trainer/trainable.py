@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ class Trainable:
         chunks: bare models, one per virtual pipeline stage. Parameters without ``requires_grad`` get neither gradient
             buffer nor optimizer state.
         config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
-        optimizer: learning rate and Adam's settings; None for a model that is only evaluated.
+        optimizer: learning rate and Adam's settings.
         total_steps: optimizer steps of the stage, over which the learning rate decays.
     """
 
@@ -65,6 +66,9 @@ class Trainable:
             for state in optimizer.optimizer.state.values():
                 for value in state.values():
                     value.zero_()
+            for group in optimizer.optimizer.param_groups:
+                if "step" in group:  # where Transformer Engine's Adam keeps its count
+                    group["step"] = 0
 
     def reload_main_parameters(self) -> None:
         """Take over weights that were written into the model after the optimizer was built (its fp32 main copies)."""
@@ -81,7 +85,7 @@ class Trainable:
                 adam_beta2=s.beta2,
                 adam_eps=s.eps,
                 weight_decay=s.weight_decay,
-                clip_grad=s.clip_grad,
+                clip_grad=s.clip_grad or math.inf,  # at 0 Megatron would not look at the norm at all
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=self._distributed,
@@ -105,6 +109,7 @@ class Trainable:
             end_wd=s.weight_decay,
             wd_incr_steps=max(self._total_steps, 1),
             wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,  # a checkpoint of another schedule is refused, not obeyed
         )
 
     def forward(self, microbatches: list[MicroBatch], forward_step: ForwardStep) -> list[Stats]:

@@ -18,6 +18,7 @@ class World:
     is_leader: whether this is global rank 0, which alone talks to buffer and engines.
     data_rank, data_size: which share of a batch is this rank's, of how many.
     sequence_multiple: packed micro-batches are padded to a multiple of it.
+    count_multiple: so is their number.
     """
 
     device: torch.device
@@ -25,6 +26,7 @@ class World:
     data_rank: int
     data_size: int
     sequence_multiple: int
+    count_multiple: int
 
     @classmethod
     def current(cls, device: torch.device, parallel: ParallelConfig) -> World:
@@ -34,4 +36,5 @@ class World:
             data_rank=parallel_state.get_data_parallel_rank(),
             data_size=parallel_state.get_data_parallel_world_size(),
             sequence_multiple=parallel.tp if parallel.sequence_parallel else 1,
+            count_multiple=parallel.pp if parallel.vpp else 1,
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import Support, Trajectory
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.loop import Stage, sao_step
 from megatron_sao.trainer.main import Run
@@ -19,6 +19,7 @@ from megatron_sao.trainer.metrics import Stopwatch
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.weights.export import HFExporter
 from tests.distributed.offline import offline_config, random_trajectory, write_batches
+from tests.tiny_models import VOCAB_SIZE
 from tests.trajectories import make_trajectory
 
 Result = tuple[dict[str, float], dict[str, torch.Tensor]]
@@ -37,6 +38,16 @@ def lopsided_batch() -> list[Trajectory]:
     """One trajectory with actions and a longer one without: with two ranks, one of them has nothing to learn."""
     trajectory = mixed_batch()[3]
     return [trajectory, without_actions("prompt-only", 40)]
+
+
+def grouped_batch() -> list[Trajectory]:
+    """Two groups of three, and a support of all but one token for every action token."""
+    batch = []
+    for index, trajectory in enumerate(mixed_batch()):
+        actions = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
+        support = [[id for id in range(VOCAB_SIZE) if id != (token + 1) % VOCAB_SIZE] for token in actions]
+        batch.append(replace(trajectory, group=f"g{index // 3}", support=Support.of(support)))
+    return batch
 
 
 def without_actions(name: str, length: int) -> Trajectory:

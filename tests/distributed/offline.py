@@ -62,17 +62,6 @@ def offline_config(model: Path, /, **sections: Any) -> RunConfig:
     return parse_config(raw | sections)
 
 
-def short_config(model: Path, /, **sections: Any) -> RunConfig:
-    """One value step and one RL step: enough to compare layouts."""
-    config = offline_config(model, **sections)
-    return config.model_copy(
-        update={
-            "value": config.value.model_copy(update={"steps": 1}),
-            "rl": config.rl.model_copy(update={"steps": 1}),
-        }
-    )
-
-
 def read_metrics(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Metrics by (stage, step), without wall-clock fields; the later line wins."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,7 @@ import torch
 
 from megatron_sao.models.backend import Backend
 from tests.distributed.gradients import Result, assert_same, one_step
-from tests.distributed.walk_layouts import BATCHES, LAYOUTS, steps
+from tests.distributed.walk_layouts import KINDS, LAYOUTS, steps
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -21,7 +21,9 @@ WORLD_SIZES = sorted({sizes["world_size"] for sizes in LAYOUTS.values()})
 @pytest.fixture(scope="module")
 def single(world: Backend, glm4_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     out = tmp_path_factory.mktemp("single")
-    return {name: one_step(glm4_moe, batch(), out / name, world) for name, batch in BATCHES.items()}
+    return {
+        kind: one_step(glm4_moe, batch(), out / kind, world, **sections) for kind, (batch, sections) in KINDS.items()
+    }
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -34,9 +36,9 @@ def test_metrics_and_the_gradient_of_every_parameter_equal_those_of_a_single_ran
     done = subprocess.run(walk, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     wrong = {}
-    for name, (_, batch, _) in steps(world_size).items():
+    for layout, kind in steps(world_size):
         try:
-            assert_same(torch.load(tmp_path / f"{name}.pt"), single[batch], tolerance=1e-5)
+            assert_same(torch.load(tmp_path / f"{layout}-{kind}.pt"), single[kind], tolerance=1e-5)
         except AssertionError as difference:
-            wrong[name] = str(difference)
+            wrong[layout, kind] = str(difference)
     assert not wrong

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
-from tests.distributed.gradients import lopsided_batch, mixed_batch, one_step
-from tests.distributed.offline import short_config
+from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step
+from tests.distributed.offline import offline_config
+from tests.tiny_models import VOCAB_SIZE
 
 SP = {"sequence_parallel": True}  # MoE with tensor parallelism needs it
 LAYOUTS = {
@@ -29,37 +30,46 @@ LAYOUTS = {
     "dp2_ep2": {"world_size": 4, "ep": 2},
     "tp2_pp2_ep2": {"world_size": 8, "tp": 2, "pp": 2, "ep": 2} | SP,
 }
-BATCHES = {"mixed": mixed_batch, "lopsided": lopsided_batch}
+BASELINE = {
+    "algorithm": {
+        "advantage": "group", "policy_loss": "ppo_clip", "pi_old": "latest_pushed", "loss_denominator": "trajectories",
+        "kl_coef": 0.1, "entropy_coef": 0.01,
+    },
+    "rl": {"group_size": 3, "batch_size": 6, "minibatches": 2},
+    "rollout": {"environment": "unused:Unused", "sampling": {"top_k": VOCAB_SIZE}},
+    "value": {"steps": 0},
+}  # fmt: skip
+KINDS = {  # of a step: its batch, and how its config differs from the plain one
+    "mixed": (mixed_batch, {}),
+    "lopsided": (lopsided_batch, {}),
+    "baseline": (grouped_batch, BASELINE),
+    "recompute": (mixed_batch, {}),
+}
 RECOMPUTED = ("tp2", "pp2", "tp2_pp2")
 
 
-def steps(world_size: int) -> dict[str, tuple[str, str, str]]:
-    """Name of every step of a world: its layout, batch and recomputation."""
-    out = {}
-    for layout, sizes in LAYOUTS.items():
-        if sizes["world_size"] != world_size:
-            continue
-        out[f"{layout}-mixed"] = (layout, "mixed", "none")
-        out[f"{layout}-lopsided"] = (layout, "lopsided", "none")
-        if layout in RECOMPUTED:
-            out[f"{layout}-recompute"] = (layout, "mixed", "full")
-    return out
+def steps(world_size: int) -> list[tuple[str, str]]:
+    """(layout, kind) of every step of a world."""
+    layouts = [layout for layout, sizes in LAYOUTS.items() if sizes["world_size"] == world_size]
+    return [(layout, kind) for layout in layouts for kind in KINDS if kind != "recompute" or layout in RECOMPUTED]
 
 
 def main(model: Path, out: Path) -> None:
     backend = None
-    for name, (layout, batch, recompute) in steps(int(os.environ["WORLD_SIZE"])).items():
+    for layout, kind in steps(int(os.environ["WORLD_SIZE"])):
         sizes = LAYOUTS[layout]
+        batch, sections = KINDS[kind]
         parallel = sizes | {"nproc_per_node": sizes["world_size"], "max_tokens_per_microbatch": 64}
-        sections = {"parallel": parallel, "model": {"path": str(model), "recompute": recompute}}
-        config = short_config(model, **sections)
+        recompute = "full" if kind == "recompute" else "none"
+        sections = sections | {"parallel": parallel, "model": {"path": str(model), "recompute": recompute}}
+        config = offline_config(model, parallel=parallel)
         if backend is None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
         else:
             set_layout(config.parallel, config.seed)
-        result = one_step(model, BATCHES[batch](), out / name, backend, **sections)
+        result = one_step(model, batch(), out / f"{layout}-{kind}", backend, **sections)
         if dist.get_rank() == 0:
-            torch.save(result, out / f"{name}.pt")
+            torch.save(result, out / f"{layout}-{kind}.pt")
     stop_runtime()
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_sao.algorithm import (
     dis_policy_loss,
-    explained_variance,
     length_adaptive_lambda,
     skip_observation_gae,
     value_loss,
@@ -98,7 +97,6 @@ def test_junk_off_the_mask_changes_nothing_and_gets_no_gradient() -> None:
         policy, stats = dis_policy_loss(logprobs, inputs["rollout"], advantages, mask, 0.3, 5.0)
         critic, critic_stats = value_loss(values, inputs["returns"], mask, inputs["old"], 0.05)
         (policy + critic).backward()
-        variance = torch.tensor(explained_variance(values, inputs["returns"], mask))
         return [
             advantages,
             returns,
@@ -106,7 +104,6 @@ def test_junk_off_the_mask_changes_nothing_and_gets_no_gradient() -> None:
             critic,
             logprobs.grad,
             values.grad,
-            variance,
             *stats.values(),
             *critic_stats.values(),
         ]
@@ -285,14 +282,6 @@ def test_value_loss_equals_the_plain_formula(clip: float | None, tokens: list) -
 def test_value_clip_without_old_values_is_refused() -> None:
     with pytest.raises(ValueError, match="old_values"):
         value_loss(torch.ones(2), torch.ones(2), torch.ones(2), clip=0.2)
-
-
-def test_explained_variance_of_good_useless_and_undefined_critics() -> None:
-    returns, mask = torch.tensor([0.0, 1.0, 0.0, 1.0, 99.0]), torch.tensor([1, 1, 1, 1, 0])
-    assert explained_variance(returns, returns, mask) == 1.0
-    assert explained_variance(torch.full((5,), 0.5), returns, mask) == pytest.approx(0.0)
-    assert explained_variance(torch.rand(5), torch.full((5,), 0.1), mask) == 0.0
-    assert explained_variance(returns, returns, torch.zeros(5)) == 0.0
 
 
 def test_tensors_that_would_broadcast_are_refused() -> None:
