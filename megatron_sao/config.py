@@ -9,11 +9,14 @@ being parsed as YAML.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+
+SAMPLING_MASK_MAX_TOKENS = 4096  # SGLang's default
 
 
 class ConfigError(ValueError):
@@ -84,7 +87,7 @@ class OptimizerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """SAO (arXiv 2607.07508) and, by these fields alone, the baselines it is compared with (tools/study/methods.yaml).
+    """SAO (arXiv 2607.07508) and, by these fields alone, the baselines it is compared with (tools/study/study.yaml).
     Where the paper is silent the default is this project's choice."""
 
     policy_loss: Literal["dis", "ppo_clip"] = "dis"
@@ -111,6 +114,18 @@ class AlgorithmConfig(Section):
     truncation: Literal["terminal", "bootstrap"] = "terminal"
     reset_policy_optimizer_on_sync: bool = False
     permute_rewards: bool = False  # control experiment: rewards shuffled across the batch's trajectories
+
+    @field_validator("critic_trainable")
+    @classmethod
+    def _patterns(cls, patterns: list[str]) -> list[str]:
+        if not patterns:
+            raise ValueError("no parameter of the critic would train; name some, or ['.*'] for all of them")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression ({error}); correct it") from None
+        return patterns
 
 
 class SFTConfig(Section):
@@ -272,6 +287,10 @@ class RunConfig(Section):
             "ppo_clip rejects nothing; use action_tokens or trajectories": (
                 algorithm.loss_denominator == "accepted_tokens" and algorithm.policy_loss != "dis"
             ),
+            f"algorithm.pi_old = {algorithm.pi_old} with algorithm.policy_loss = dis, which has no old policy: leave "
+            "pi_old out, or set policy_loss to ppo_clip": (
+                algorithm.pi_old != "recomputed" and algorithm.policy_loss == "dis"
+            ),
             f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
             f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (
                 algorithm.pi_old == "latest_pushed" and self.checkpoint.save_interval % rl.sync_interval != 0
@@ -280,6 +299,22 @@ class RunConfig(Section):
         for sentence, refused in refusals.items():
             if refused:
                 raise ValueError(sentence)
+        return self
+
+    @model_validator(mode="after")
+    def _supports_are_reported(self) -> RunConfig:
+        top_k = self.rollout.sampling.top_k
+        limit = self.engine.sglang.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+        if type(limit) is not int or limit < 1:
+            raise ValueError(
+                f"engine.sglang.sampling_mask_max_tokens = {limit!r}: write a positive whole number, or leave it out "
+                f"for SGLang's own {SAMPLING_MASK_MAX_TOKENS}"
+            )
+        if top_k > limit:
+            raise ValueError(
+                f"rollout.sampling.top_k = {top_k}, but the engines report supports of at most {limit} tokens and "
+                f"would abort beyond; lower it, or raise engine.sglang.sampling_mask_max_tokens to {top_k}"
+            )
         return self
 
 

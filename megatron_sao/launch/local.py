@@ -100,10 +100,13 @@ def check_run_dir(config: RunConfig, run_dir: Path) -> None:
 
 
 def is_complete(config: RunConfig, run_dir: Path) -> bool:
-    """Whether nothing is left to do: the trainer exports its policy and then makes its last checkpoint."""
+    """Whether nothing is left to do: the trainer exports its policy and then makes its last checkpoint, unless there is
+    no RL step to make one after."""
+    exported = (run_dir / "hf" / "config.json").is_file()
+    if config.rl.steps == 0:
+        return exported
     latest = run_dir / "checkpoints" / "latest"
-    done = latest.is_file() and latest.read_text().strip() == f"rl-{config.rl.steps}"
-    return done and (run_dir / "hf" / "config.json").is_file()
+    return exported and latest.is_file() and latest.read_text().strip() == f"rl-{config.rl.steps}"
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

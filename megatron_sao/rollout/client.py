@@ -279,11 +279,17 @@ def _parse(answer: dict[str, Any], engine: str, truncated: bool) -> Generation:
     edges = [0, *(end for _, _, end in spans)]
     if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != len(token_ids):
         raise _AttemptFailed(f"answered weight_versions {spans} that do not cover {len(token_ids)} tokens")
-    # JSON has no infinity: SGLang writes a log-probability of -inf as null.
-    values = [-math.inf if entry[0] is None else float(entry[0]) for entry in logprobs]
+    values = [entry[0] for entry in logprobs]
     support: list[list[int]] = []
     if truncated:
-        support, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
-        if len(values) != len(token_ids) or [t in ids for t, ids in zip(token_ids, support, strict=True)].count(False):
+        support, values = (meta.get(f"output_token_sampling_{name}") or [] for name in ("mask", "logprobs"))
+        if not len(support) == len(values) == len(token_ids):
+            raise _AttemptFailed(
+                f"answered {len(support)} sampling supports and {len(values)} log-probabilities over them for "
+                f"{len(token_ids)} tokens"
+            )
+        if any(token not in (ids or []) for token, ids in zip(token_ids, support, strict=True)):
             raise _AttemptFailed(f"answered a sampling support that does not hold its {len(token_ids)} tokens")
+    # JSON has no infinity: SGLang writes a log-probability of -inf as null.
+    values = [-math.inf if value is None else float(value) for value in values]
     return Generation(token_ids, values, spans, reason, engine, support=support)

@@ -73,7 +73,7 @@ class Session:
         """Let the policy act. Returns the sampled ids, the stop token included.
 
         Args:
-            max_new_tokens: less than ``rollout.max_tokens_per_turn`` for this turn.
+            max_new_tokens: less than ``rollout.max_tokens_per_turn`` for this turn; at least 1.
             stop_token_ids: end the turn, besides the end-of-sequence tokens of the model's own config.
 
         Raises:
@@ -85,7 +85,7 @@ class Session:
         room = self._max_tokens - len(self.token_ids)
         if room < 1:
             raise BudgetExceeded(f"{len(self.token_ids)} tokens leave none of rollout.max_tokens to act with")
-        limit = min(room, self._config.max_tokens_per_turn, max_new_tokens or room)
+        limit = min(room, self._config.max_tokens_per_turn, room if max_new_tokens is None else max_new_tokens)
         action = await self._engine.generate(self.token_ids, self._sampling, limit, stop_token_ids, self._prefer)
         self._sampled(action)
         return list(action.token_ids)

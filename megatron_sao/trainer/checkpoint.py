@@ -103,7 +103,10 @@ class Checkpoints:
         trained: dict[str, Trainable],
         extra: dict[str, Any] | None = None,
     ) -> None:
-        """Write the weights of ``models``, the optimizers of ``trained`` (of the same names) and ``extra`` as JSON."""
+        """Write the weights of ``models``, the optimizers of ``trained`` (of the same names) and ``extra`` as JSON.
+
+        Of the others, those beyond ``position`` go, and then the oldest beyond ``keep``.
+        """
         final = self._directory / str(position)
         temporary = self._directory / f"{position}.tmp"
         if dist.get_rank() == 0:
@@ -120,8 +123,7 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
             self._point_to(position)
-            for old in sorted(self._complete())[: -self._keep]:
-                shutil.rmtree(self._directory / str(old))
+            self._remove_surplus(position)
         dist.barrier()
 
     def load(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
@@ -150,8 +152,17 @@ class Checkpoints:
                 weights = {k.removeprefix(prefix): v for k, v in loaded[f"{name}/{index}"].items()}
                 chunk.load_state_dict(weights)
         for name, trainable in trained.items():
-            trainable.optimizer.load_state_dict(loaded[f"{name}/optimizer"])
-            trainable.scheduler.load_state_dict(loaded[f"{name}/scheduler"])
+            try:
+                trainable.optimizer.load_state_dict(loaded[f"{name}/optimizer"])
+                trainable.scheduler.load_state_dict(loaded[f"{name}/scheduler"])
+            except (ValueError, AssertionError) as error:  # how Megatron refuses parameter groups and schedules
+                stage, reason = position.stage, str(error).partition("\n")[0]
+                optimizer = f"rl.{name}_optimizer" if stage == "rl" else f"{stage}.optimizer"
+                raise CheckpointError(
+                    f"the checkpoint {path} was made with other optimizer settings ({reason}); resume with the "
+                    f"{optimizer} and the number of steps it was made with ({stage}.steps; in RL rl.minibatches and "
+                    "algorithm.critic_updates multiply it)"
+                ) from error
 
     def contents(self, position: Position) -> Contents:
         meta = json.loads((self._directory / str(position) / "meta.json").read_text())
@@ -159,7 +170,20 @@ class Checkpoints:
 
     def extra(self, position: Position) -> dict[str, Any]:
         """What :meth:`save` was given besides models and optimizers."""
-        return json.loads((self._directory / str(position) / "extra.json").read_text())
+        path = self._directory / str(position) / "extra.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read {path} ({error}): the checkpoint is damaged or of an older version; let "
+                f"{self._directory / 'latest'} name another one, or use another run directory"
+            ) from error
+
+    def _remove_surplus(self, saved: Position) -> None:
+        # What lies beyond belongs to a future that was abandoned when ``latest`` was set back.
+        past = sorted(position for position in self._complete() if position <= saved)
+        for position in set(self._complete()).difference(past[-self._keep :]):
+            shutil.rmtree(self._directory / str(position))
 
     def _complete(self) -> list[Position]:
         names = (p.parent.name for p in self._directory.glob("*/meta.json"))

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megatron_sao.algorithm import value_loss
 from megatron_sao.config import AlgorithmConfig, ConfigError
+from megatron_sao.distributed import all_gather_json
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs, reduce_stats
 
@@ -18,15 +20,19 @@ def freeze_critic(chunks: list[GPTModel], trainable: list[str]) -> None:
     """Let only parameters whose Megatron name matches one of the regexes train (SAO.md §4).
 
     Raises:
-        ConfigError: on this rank not a single parameter matches, so the patterns do not fit the model.
+        ConfigError: on no rank does a single parameter match, so the patterns do not fit the model. Collective, since
+            a pipeline stage may well hold none.
     """
     patterns = [re.compile(pattern) for pattern in trainable]
-    names = []
+    matches = [False]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(any(pattern.search(name) for pattern in patterns))
-            names += [name] if parameter.requires_grad else []
-    if not names:
+            matches.append(parameter.requires_grad)
+    anywhere = [any(matches)]
+    if dist.is_initialized():
+        anywhere = all_gather_json(any(matches), next(chunks[0].parameters()).device)
+    if not any(anywhere):
         raise ConfigError(f"algorithm.critic_trainable = {trainable}: no parameter of the critic matches")
 
 

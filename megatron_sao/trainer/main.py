@@ -64,7 +64,10 @@ class Run:
         self.world = World.current(backend.device, config.parallel)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
-        self.recorded = None if batches_dir is None else RecordedSource(batches_dir)
+        self.recorded = None
+        if batches_dir is not None:
+            limits = self.model.vocab_size, config.rollout.max_tokens
+            self.recorded = RecordedSource(batches_dir, *limits, config.rl.group_size)
         self.incarnation: int | None = None
         self._connect()
 

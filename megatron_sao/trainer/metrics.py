@@ -56,4 +56,4 @@ class Stopwatch:
     def metrics(self) -> dict[str, float]:
         total = self.total
         phases = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        return phases | {"time/step": total, "time/idle_fraction": self.seconds.get("wait", 0.0) / total}
+        return phases | {"time/step": total, "idle_fraction": self.seconds.get("wait", 0.0) / total}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ import numpy as np
 from megatron_sao.buffer.client import BufferClient
 from megatron_sao.config import ConfigError, SamplingConfig
 from megatron_sao.data.batches import BatchesError, RecordedBatches
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.fleet import EngineFleet
 from megatron_sao.trainer.world import World
@@ -42,10 +44,17 @@ class BatchSource(Protocol):
 
 
 class RecordedSource:
-    """Batches from a directory; needs no other process."""
+    """Batches from a directory; needs no other process. What a buffer would refuse is refused here.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        vocab_size: of the model that trains.
+        max_tokens: ``rollout.max_tokens``.
+        group_size: ``rl.group_size``.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int, max_tokens: int, group_size: int) -> None:
         self._recorded = RecordedBatches(directory)
+        self._vocab_size, self._max_tokens, self._group_size = vocab_size, max_tokens, group_size
         self.version = None
 
     def end(self, stage: str, first_step: int) -> int:
@@ -62,7 +71,31 @@ class RecordedSource:
         return end
 
     def batch(self, stage: str, step: int, size: int, policy_version: int) -> list[Trajectory]:
-        return self._recorded.batch(stage, step)
+        """Raises BatchesError for a batch that is not of ``size``, not of whole groups, or not valid throughout."""
+        trajectories = self._recorded.batch(stage, step)
+        folder = self._recorded.directory / stage / str(step)
+        if len(trajectories) != size:
+            raise BatchesError(
+                f"{folder} holds {len(trajectories)} trajectories for stage {stage!r}, step {step}, but "
+                f"{stage}.batch_size = {size}; set it to {len(trajectories)} or export the batches again"
+            )
+        if self._group_size > 1:
+            for label, count in Counter(trajectory.group for trajectory in trajectories).items():
+                if label is None or count != self._group_size:
+                    raise BatchesError(
+                        f"{folder} holds {count} trajectories of the group {label!r} for stage {stage!r}, step {step}, "
+                        f"but rl.group_size = {self._group_size}; train with the group size they were sampled with"
+                    )
+        return [self._checked(trajectory, folder / f"{n}.msgpack") for n, trajectory in enumerate(trajectories)]
+
+    def _checked(self, trajectory: Trajectory, path: Path) -> Trajectory:
+        try:
+            return trajectory.validate(self._vocab_size, self._max_tokens)
+        except TrajectoryError as error:
+            raise BatchesError(
+                f"{path} is no trajectory of this run: {error}; train with the model and the rollout.max_tokens it was "
+                "made with, or export the batches again"
+            ) from error
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> None:
         return None
@@ -183,11 +216,15 @@ def check_sampling(trajectories: list[Trajectory], sampling: SamplingConfig) -> 
 
 
 def permute_rewards(trajectories: list[Trajectory], seed: int) -> list[Trajectory]:
-    """The control experiment: each trajectory gets another one's total reward, on its last action token."""
-    order = np.random.default_rng(seed).permutation(len(trajectories))
-    out = []
-    for trajectory, other in zip(trajectories, order, strict=True):
-        rewards = np.zeros_like(trajectory.rewards)
-        rewards[np.flatnonzero(trajectory.loss_mask)[-1]] = trajectories[other].total_reward
-        out.append(Trajectory(**{**vars(trajectory), "rewards": rewards}))
-    return out
+    """The control experiment: each trajectory gets another one's total reward, on its last action token. One without
+    an action has no place for a reward and none to give, and stays as it is."""
+    acting = [trajectory for trajectory in trajectories if trajectory.num_action_tokens]
+    order = np.random.default_rng(seed).permutation(len(acting))
+    permuted = iter([_paid(t, acting[other].total_reward) for t, other in zip(acting, order, strict=True)])
+    return [next(permuted) if trajectory.num_action_tokens else trajectory for trajectory in trajectories]
+
+
+def _paid(trajectory: Trajectory, reward: float) -> Trajectory:
+    rewards = np.zeros_like(trajectory.rewards)
+    rewards[np.flatnonzero(trajectory.loss_mask)[-1]] = reward
+    return replace(trajectory, rewards=rewards)

@@ -54,6 +54,11 @@ class Trainable:
         for module in (module for chunk in chunks for module in chunk.modules()):
             if hasattr(module, "_maintain_float32_expert_bias"):
                 module._maintain_float32_expert_bias()  # Float16Module rounds the buffer, and routing with it
+        for chunk in chunks:
+            if config.recompute_granularity == "full" and chunk.pre_process:
+                # Of a recomputed layer autograd sees the input alone: where the embedding is frozen that would need no
+                # gradient, and every weight behind it would silently get none.
+                chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
         self.modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
         self._settings, self._distributed, self._total_steps = optimizer, distributed_optimizer, total_steps
         self.optimizer = self._new_optimizer()

@@ -65,5 +65,5 @@ def offline_config(model: Path, /, **sections: Any) -> RunConfig:
 def read_metrics(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Metrics by (stage, step), without wall-clock fields; the later line wins."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "tokens_per_second")
+    timed = ("time", "tokens_per_second", "idle_fraction")
     return {(e["stage"], e["step"]): {k: v for k, v in e.items() if not k.startswith(timed)} for e in lines}

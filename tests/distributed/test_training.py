@@ -154,3 +154,49 @@ def test_a_checkpoint_of_a_frozen_critic_is_refused_by_one_that_trains_more_and_
         (run_dir / "checkpoints" / "latest").write_text("rl-2\n")
         with pytest.raises(CheckpointError, match="rl-2"):
             Run(second, run_dir, batches, world).run()
+
+
+def rolled_back(finished: Path, run_dir: Path) -> Path:
+    """A copy of the finished run whose newest checkpoint is declared to be rl-2."""
+    shutil.copytree(finished, run_dir)
+    (run_dir / "checkpoints" / "latest").write_text("rl-2\n")
+    return run_dir
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, {"rl-3"}), (2, {"rl-2", "rl-3"})])
+def test_saving_after_a_rollback_removes_the_abandoned_future_before_the_past(
+    keep: int, left: set[str], world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = rolled_back(finished, tmp_path / "run")
+    config = offline_config(glm4_moe, checkpoint={"save_interval": 2, "keep": keep})
+    run = Run(config, run_dir, batches, world)
+    run._rl_stage(2).save("rl", 3)
+    assert {path.parent.name for path in (run_dir / "checkpoints").glob("*/meta.json")} == left
+    assert str(run.checkpoints.latest()) == "rl-3"
+
+
+def test_a_checkpoint_without_its_extra_file_is_refused(
+    world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = rolled_back(finished, tmp_path / "run")
+    (run_dir / "checkpoints" / "rl-2" / "extra.json").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot read .*rl-2/extra\.json .*damaged or of an older version"):
+        Run(offline_config(glm4_moe), run_dir, batches, world)._rl_stage(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"policy_optimizer": {"lr": 2e-3, "warmup_steps": 1}}, r"rl\.policy_optimizer"),
+        ({"critic_optimizer": {"lr": 1e-3, "warmup_steps": 2}}, r"rl\.critic_optimizer"),
+        ({"steps": RL_STEPS + 1}, r"rl\.steps"),
+    ],
+    ids=["learning rate", "warm-up", "decay steps"],
+)
+def test_a_checkpoint_of_another_learning_rate_schedule_is_refused(
+    changes: dict, field: str, world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = rolled_back(finished, tmp_path / "run")
+    config = offline_config(glm4_moe, rl=offline_config(glm4_moe).rl.model_dump() | changes)
+    with pytest.raises(CheckpointError, match=rf"rl-2 was made with other optimizer settings .*{field}"):
+        Run(config, run_dir, batches, world)._rl_stage(2)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_sao.config import ConfigError, dump_config, load_config, parse_config
+from tools.study.run import load_study
 
+ROOT = Path(__file__).parents[2]
 MINIMAL = {
     "name": "a-run",
     "model": {"path": "models/tiny"},
@@ -71,12 +73,35 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
         ("rl={minibatches: 3, batch_size: 8}", "not a multiple of rl.minibatches = 3"),
         ("algorithm={advantage: running_mean, truncation: bootstrap}", "set it to terminal"),
         ("algorithm={policy_loss: ppo_clip, loss_denominator: accepted_tokens}", "use action_tokens or trajectories"),
+        ("algorithm.pi_old=rollout", "algorithm.pi_old = rollout with algorithm.policy_loss = dis"),
+        ("algorithm.critic_trainable=[]", "'algorithm.critic_trainable' = []: no parameter of the critic would train"),
+        ("algorithm.critic_trainable=['mlp', '(']", "'(' is not a regular expression (missing ), unterminated"),
+        (
+            "rollout.sampling.top_k=5000",
+            "rollout.sampling.top_k = 5000, but the engines report supports of at most 4096",
+        ),
+        ("engine.sglang.sampling_mask_max_tokens=many", "engine.sglang.sampling_mask_max_tokens = 'many'"),
     ],
 )
 def test_an_error_names_the_field_the_value_and_the_remedy(path, override, message):
     with pytest.raises(ConfigError) as error:
         load_config(path, [override])
     assert message in str(error.value)
+
+
+def test_engines_that_report_larger_supports_allow_a_larger_top_k(path):
+    overrides = ["rollout.sampling.top_k=5000", "engine.sglang.sampling_mask_max_tokens=5000"]
+    assert load_config(path, overrides).rollout.sampling.top_k == 5000
+
+
+@pytest.mark.parametrize("study", ["study.yaml", "tuning.yaml"])
+def test_the_projects_own_configs_and_every_method_of_the_study_are_valid(study):
+    for config in (ROOT / "model_configs").glob("*.yaml"):
+        load_config(config)
+    runs = load_study(ROOT / "tools" / "study" / study)
+    assert runs
+    for run in runs:
+        load_config(ROOT / run.config, list(run.overrides))
 
 
 def test_a_missing_section_is_named():

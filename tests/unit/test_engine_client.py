@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -108,7 +109,7 @@ def test_an_aborted_turn_goes_on_from_its_tokens_and_keeps_each_tokens_version()
     assert engine.bodies[1]["sampling_params"]["max_new_tokens"] == 6
 
 
-def truncated(ids: list[int], support: list[list[int]], reason: str = "stop") -> Answer:
+def truncated(ids: list[int], support: list[list[int]], reason: str = "stop", **changes: Any) -> Answer:
     """As SGLang answers ``return_sampling_mask``: the log-probabilities over the support come beside the others."""
     logprobs = [[-0.5, token, None] for token in ids]
     meta = {
@@ -116,7 +117,7 @@ def truncated(ids: list[int], support: list[list[int]], reason: str = "stop") ->
         "finish_reason": {"type": reason}, "output_token_sampling_mask": support,
         "output_token_sampling_logprobs": [-0.25] * len(ids),
     }  # fmt: skip
-    return lambda body: web.json_response({"output_ids": ids, "meta_info": meta})
+    return lambda body: web.json_response({"output_ids": ids, "meta_info": meta | changes})
 
 
 def test_truncated_sampling_brings_each_tokens_support_and_the_log_probability_over_it():
@@ -134,6 +135,28 @@ def test_a_support_without_its_token_costs_a_retry():
     engine = FakeEngine("a", truncated([4], [[5, 7]]), truncated([4], [[4, 7]]))
     answer = with_engines([engine], lambda client, _: client.generate([1], SamplingConfig(top_k=2), 1, []))
     assert (answer.support, answer.retries) == ([[4, 7]], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_token_sampling_mask": None}, "0 sampling supports and 2 log-probabilities over them for 2 tokens"),
+        ({"output_token_sampling_mask": [[4]]}, "1 sampling supports and 2 log-probabilities over them for 2 tokens"),
+        ({"output_token_sampling_logprobs": None}, "2 sampling supports and 0 log-probabilities"),
+        ({"output_token_sampling_logprobs": [-1.0]}, "2 sampling supports and 1 log-probabilities"),
+        ({"output_token_sampling_mask": [[4], None]}, "does not hold its 2 tokens"),
+    ],
+)
+def test_a_support_that_does_not_fit_its_tokens_is_a_failed_attempt(changes, message):
+    engine = FakeEngine("a", truncated([4, 5], [[4], [5]], **changes))
+    with pytest.raises(EngineError, match=message):
+        with_engines([engine], lambda client, _: client.generate([1], SamplingConfig(top_k=2), 2, []), max_retries=0)
+
+
+def test_a_log_probability_of_null_over_the_support_is_minus_infinity():
+    engine = FakeEngine("a", truncated([4, 5], [[4], [5]], output_token_sampling_logprobs=[None, -0.5]))
+    answer = with_engines([engine], lambda client, _: client.generate([1], SamplingConfig(top_k=2), 2, []))
+    assert answer.logprobs == [-math.inf, -0.5]
 
 
 def test_retries_are_bounded_and_the_error_says_what_happened():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megatron_sao.config import AlgorithmConfig, ConfigError
+from megatron_sao.trainer import critic
 from megatron_sao.trainer.critic import freeze_critic
 
 pytestmark = pytest.mark.unit
@@ -70,3 +71,12 @@ def test_the_full_critic_of_the_ablation_trains_everything() -> None:
 def test_patterns_that_match_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"critic_trainable = \['attn'\]: no parameter"):
         freeze_critic([Named(TRAINED)], ["attn"])
+
+
+@pytest.mark.parametrize("others", [[True], [False, True]])
+def test_a_rank_without_a_match_is_fine_where_another_has_one(others: list[bool], monkeypatch) -> None:
+    model = Named(OTHERS_FROZEN)
+    monkeypatch.setattr(critic.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(critic, "all_gather_json", lambda matches, device: [matches, *others])
+    freeze_critic([model], [r"^output_layer\."])
+    assert not any(parameter.requires_grad for parameter in model.parameters())

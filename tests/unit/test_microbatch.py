@@ -60,6 +60,17 @@ def test_permuted_rewards_keep_their_sum_and_move_between_trajectories() -> None
     assert [t.total_reward for t in permute_rewards(batch, seed=0)] == [t.total_reward for t in permuted]
 
 
+def test_permuting_rewards_leaves_trajectories_without_an_action_alone() -> None:
+    none = np.zeros(6, np.float32)
+    silent = make_trajectory(id="silent", loss_mask=none.astype(np.uint8), logprobs=none, rewards=none, failure="fell")
+    acting = [make_trajectory(id=str(i), rewards=np.array([0, 0, 0, 0, 0, i], np.float32)) for i in range(1, 9)]
+    permuted = permute_rewards([*acting[:4], silent, *acting[4:]], seed=0)
+    assert permuted[4] is silent
+    assert [t.id for t in permuted] == ["1", "2", "3", "4", "silent", "5", "6", "7", "8"]
+    assert sorted(t.total_reward for t in permuted) == list(range(9))
+    assert permute_rewards([silent], seed=0) == [silent]
+
+
 def test_staleness_counts_from_the_oldest_action_token() -> None:
     trajectory = make_trajectory()  # versions 1.0 and 1.1
     assert staleness(trajectory, 3) == 3

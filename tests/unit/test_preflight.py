@@ -85,6 +85,32 @@ def test_a_run_is_resumed_only_with_the_config_it_began_with(tmp_path, config):
         local.check_run_dir(make(tmp_path, rl={"steps": 7}), run_dir)
 
 
+@pytest.mark.parametrize(
+    ("steps", "latest", "exported", "complete"),
+    [
+        (7, "rl-7", True, True),
+        (7, "rl-7", False, False),
+        (7, "rl-6", True, False),
+        (7, None, True, False),
+        (0, "value-0", True, True),  # only a cold start: no checkpoint is made after it
+        (0, "rl-0", True, True),
+        (0, "value-0", False, False),
+        (0, None, True, True),
+    ],
+)
+def test_a_run_is_complete_when_its_policy_is_exported_and_no_step_is_left(
+    tmp_path, config, steps, latest, exported, complete
+):
+    run_dir = tmp_path / "run"
+    for folder in ("checkpoints", "hf"):
+        (run_dir / folder).mkdir(parents=True)
+    if latest is not None:
+        (run_dir / "checkpoints" / "latest").write_text(f"{latest}\n")
+    if exported:
+        (run_dir / "hf" / "config.json").write_text("{}")
+    assert local.is_complete(make(tmp_path, rl={"steps": steps}), run_dir) is complete
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path, config):
     with pytest.raises(ConfigError, match=r"holds no config\.yaml"):
         local.check_run_dir(config, tmp_path)

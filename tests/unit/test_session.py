@@ -9,7 +9,7 @@ import pytest
 
 from megatron_sao.config import RolloutConfig, SamplingConfig
 from megatron_sao.data.trajectory import Trajectory
-from megatron_sao.rollout.client import Generation, ModelLimits, RequestRefused
+from megatron_sao.rollout.client import EngineClient, Generation, ModelLimits, RequestRefused
 from megatron_sao.rollout.session import BudgetExceeded, Session
 
 
@@ -95,6 +95,16 @@ def test_a_turn_may_use_what_the_episode_or_the_context_leaves(max_tokens, conte
     played.prompt([1, 2])
     asyncio.run(played.generate())
     assert engine.calls[0][1] == expected
+
+
+def test_a_turn_of_no_tokens_is_refused_rather_than_unlimited():
+    async def no_engines() -> list:
+        return []
+
+    played = session(EngineClient(ModelLimits(vocab_size=50, context=100), "token", no_engines))
+    played.prompt([1, 2])
+    with pytest.raises(RequestRefused, match="max_new_tokens = 0: at least one token"):
+        asyncio.run(played.generate(max_new_tokens=0))
 
 
 def test_limits_on_turns_and_tokens_end_the_episode():

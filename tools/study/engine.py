@@ -103,6 +103,8 @@ class InProcessEngine:
         Raises:
             RequestRefused: outside a play, beyond the context, or not a continuation of the episode's last turn.
         """
+        if sampling.truncated:
+            raise RequestRefused(f"top_k = {sampling.top_k}: the in-process engine samples the full vocabulary only")
         row = _row.get(None)
         if row is None or not self._playing:
             raise RequestRefused("generate was called outside InProcessEngine.play")

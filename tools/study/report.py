@@ -1,11 +1,12 @@
-"""Table and plots of the study's finished runs: `python tools/study/report.py [--out runs/study] [--docs docs]`.
+"""Table and plots of the study's runs, finished or not: `python tools/study/report.py [--out DIR] [--docs DIR]`.
 
-Prints the table as Markdown, for docs/study.md, and writes docs/study-TASK.svg.
+Prints the table as Markdown, for docs/study.md, and writes docs/study-TASK.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("svg")
+matplotlib.use("agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -30,21 +31,23 @@ SMOOTHING = 20  # steps that a training curve is averaged over
 Events = list[dict[str, Any]]
 
 
-def read_runs(out: Path, task: str) -> dict[str, list[Events]]:
-    """The events of every run that has begun, by method."""
-    runs: dict[str, list[Events]] = defaultdict(list)
+def read_runs(out: Path, task: str) -> dict[str, dict[int, Events]]:
+    """The events of every run that has begun, by method and seed."""
+    runs: dict[str, dict[int, Events]] = defaultdict(dict)
     for path in sorted((out / task).glob("*/metrics.jsonl")):
         latest = {}  # a resumed run repeats steps; the later line wins
         for line in path.read_text().splitlines():
-            event = json.loads(line)
-            if event["stage"] == "rl":
-                latest[event["step"], "eval/success_rate" in event] = event
-        runs[path.parent.name.rpartition("-")[0]].append([latest[key] for key in sorted(latest)])
-    return runs
+            with contextlib.suppress(ValueError):  # the last line of a run that is being written
+                event = json.loads(line)
+                if event["stage"] == "rl":
+                    latest[event["step"], "eval/success_rate" in event] = event
+        method, _, seed = path.parent.name.rpartition("-")
+        runs[method][int(seed)] = [latest[key] for key in sorted(latest)]
+    return {method: dict(sorted(seeds.items())) for method, seeds in runs.items()}
 
 
-def series(events: Events, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, wherever it was logged."""
+def series(events: Events, metric: str, smoothing: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, wherever it was logged; each value the mean of the last ``smoothing``."""
     if metric == "masked":
         metric = "ppo/clip_fraction" if any("ppo/clip_fraction" in event for event in events) else "rejected"
     points = []
@@ -53,24 +56,24 @@ def series(events: Events, metric: str) -> tuple[np.ndarray, np.ndarray]:
         if not np.isnan(value):
             points.append((event["step"], value))
     steps, values = (np.array(column) for column in zip(*points, strict=True)) if points else (np.array([]),) * 2
-    if metric != "eval/success_rate" and len(values) > SMOOTHING:
-        values = np.convolve(values, np.ones(SMOOTHING) / SMOOTHING, mode="valid")
-        steps = steps[SMOOTHING - 1 :]
+    if len(values) > smoothing > 1:
+        values = np.convolve(values, np.ones(smoothing) / smoothing, mode="valid")
+        steps = steps[smoothing - 1 :]
     return steps, values
 
 
-def table(runs: dict[str, list[Events]]) -> str:
+def table(runs: dict[str, dict[int, Events]]) -> str:
     """One row per run: collapse shows in the minimum over the evaluations after the first hundred steps."""
-    rows = ["| method | seed | steps | start | best | minimum after step 100 | last | max entropy | masked |"]
+    rows = ["| method | seed | steps | start | best | minimum after step 100 | last | largest entropy | masked |"]
     rows.append("|---|---|---|---|---|---|---|---|---|")
     for method, seeds in runs.items():
-        for seed, events in enumerate(seeds):
+        for seed, events in seeds.items():
             steps, success = series(events, "eval/success_rate")
-            if not len(steps):
-                continue
-            late = success[steps >= 100]
-            low = f"{late.min():.3f}" if len(late) else "–"
             entropy, masked = series(events, "train/entropy")[1], series(events, "masked")[1]
+            if not len(steps) or not len(entropy):
+                continue
+            late = success[steps > 100]
+            low = f"{late.min():.3f}" if len(late) else "–"
             rows.append(
                 f"| {method} | {seed} | {int(steps[-1])} | {success[0]:.3f} | {success.max():.3f} | {low} "
                 f"| {success[-1]:.3f} | {entropy.max():.3f} | {masked.mean():.4f} |"
@@ -78,20 +81,23 @@ def table(runs: dict[str, list[Events]]) -> str:
     return "\n".join(rows)
 
 
-def plot(runs: dict[str, list[Events]], path: Path) -> None:
+def plot(runs: dict[str, dict[int, Events]], path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, metric) in zip(axes.flat, PANELS.items(), strict=True):
         for number, (method, seeds) in enumerate(runs.items()):
-            for seed, events in enumerate(seeds):
-                label = method if seed == 0 else None
-                axis.plot(*series(events, metric), color=f"C{number % 10}", label=label, linewidth=1, alpha=0.8)
+            for index, events in enumerate(seeds.values()):
+                label = method if index == 0 else None
+                smoothing = 1 if metric == "eval/success_rate" else SMOOTHING
+                axis.plot(
+                    *series(events, metric, smoothing), color=f"C{number % 10}", label=label, linewidth=1, alpha=0.8
+                )
         axis.set_title(title)
         axis.set_xlabel("policy step")
         if "gradient" in title:
             axis.set_yscale("log")
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:
@@ -104,7 +110,7 @@ def main() -> None:
     for task in tasks:
         runs = read_runs(options.out, task)
         print(f"\n### {task}\n\n{table(runs)}")
-        plot(runs, options.docs / f"study-{task}.svg")
+        plot(runs, options.docs / f"study-{task}.png")
 
 
 if __name__ == "__main__":

@@ -60,13 +60,16 @@ def load_study(path: Path) -> list[StudyRun]:
 
 def run_one(run: StudyRun, out: Path) -> None:
     """Train in this process, from the newest checkpoint if there is one."""
-    from megatron_sao.config import load_config
+    from megatron_sao.config import dump_config, load_config
+    from megatron_sao.launch.local import check_run_dir
     from megatron_sao.trainer.runtime import start_runtime, stop_runtime
     from tools.study.source import InProcessRun
 
     start = [] if run.name.startswith(COLD_START) else [f"model.path={out / COLD_START / run.policy / 'hf'}"]
     name = run.name.replace("/", ".")
     config = load_config(ROOT / run.config, [*run.overrides, *start, f"name={name}", f"seed={run.seed}"])
+    check_run_dir(config, out / run.name)  # a run goes on with the settings it began with, or not at all
+    (out / run.name / "config.yaml").write_text(dump_config(config))
     logging.basicConfig(level=logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
     try:
@@ -77,12 +80,12 @@ def run_one(run: StudyRun, out: Path) -> None:
 
 def supervise(run: StudyRun, study: Path, out: Path) -> bool:
     """Train in a process of its own. Returns whether it finished."""
-    directory = out / run.name
+    directory, log_path = out / run.name, out / f"{run.name}.log"
     if (directory / "seconds").exists():
         return True
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with (directory / "log").open("a") as log:
+    with log_path.open("a") as log:
         command = [sys.executable, __file__, "--study", str(study), "--out", str(out), "--in-process", run.name]
         code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, check=False).returncode
     seconds = time.monotonic() - started

@@ -7,8 +7,10 @@ directory.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,7 @@ EVAL_SEED = 1_000_000_007
 
 
 class LaggedSource:
-    """A BatchSource. Failed episodes do not occur: the study's environments have nothing that can fail.
+    """A BatchSource.
 
     Args:
         exporter: the policy being trained.
@@ -59,13 +61,13 @@ class LaggedSource:
             group = f"{task.id}/{round_}" if group_size > 1 else None
             epoch = round_ * group_size + position % group_size
             plays.append(partial(self._player.play, task, "train", epoch, 1, group))
-        return self._engine.play(plays, seed=_seed(self._config.seed, stage == "value", step))
+        return self._play(plays, _seed(self._config.seed, stage == "value", step))
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
         self._keep(step)
         self._serve(step)
         plays = [partial(self._player.play, task, "eval", 0, 1, None) for task in self._eval_tasks[:num_prompts]]
-        return self._engine.play(plays, seed=_seed(EVAL_SEED, step))
+        return self._play(plays, _seed(EVAL_SEED, step))
 
     def commit(self, stage: str, step: int) -> None:
         """Forget the versions that no batch from ``step`` on is sampled under."""
@@ -76,6 +78,13 @@ class LaggedSource:
 
     def counters(self) -> dict[str, int]:
         return {}
+
+    def _play(self, plays: list[Callable[[], Coroutine[Any, Any, Trajectory]]], seed: int) -> list[Trajectory]:
+        trajectories = self._engine.play(plays, seed)
+        for trajectory in trajectories:
+            if trajectory.failure is not None:  # the study's environments have nothing that can fail
+                raise RuntimeError(f"task {trajectory.task_id}: the environment failed: {trajectory.failure}")
+        return trajectories
 
     def _keep(self, policy_version: int) -> None:
         path = self._directory / f"{policy_version}.safetensors"
