@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,15 @@ def test_with_one_step_per_batch_a_recomputed_old_policy_never_clips(
     for metrics in train(glm4_moe, tmp_path, batches, world, {}, PPO):
         assert metrics["ppo/clip_fraction"] == 0
         assert metrics["ppo/ratio_mean"] == metrics["ppo/ratio_max"] == 1
+
+
+def test_a_token_without_a_rollout_log_probability_still_has_a_ratio_to_the_trainers_own_policy(
+    world: Backend, glm4_moe: Path, tmp_path: Path
+) -> None:
+    metrics, _ = one_step(glm4_moe, mixed_batch(), tmp_path, world, algorithm=PPO)
+    assert metrics["dis/nonfinite_fraction"] > 0
+    assert metrics["ppo/nonfinite_fraction"] == 0
+    assert metrics["ppo/ratio_mean"] == metrics["ppo/ratio_max"] == 1
 
 
 def test_with_two_mini_batches_the_clip_acts(world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path) -> None:
@@ -135,5 +145,12 @@ def test_trajectories_of_no_group_cannot_be_compared(world: Backend, glm4_moe: P
 def test_plain_gae_trains_values_on_observations_too(world: Backend, glm4_moe: Path, tmp_path: Path) -> None:
     skip = one_step(glm4_moe, mixed_batch(), tmp_path / "skip", world)
     plain = one_step(glm4_moe, mixed_batch(), tmp_path / "plain", world, algorithm={"gae": "all_tokens"})
-    assert plain[0]["train/value_loss"] != skip[0]["train/value_loss"]
     assert plain[0]["train/action_tokens"] == skip[0]["train/action_tokens"]
+    assert plain[0]["train/policy_loss"] != skip[0]["train/policy_loss"]
+    # gamma is 1, so every target is the terminal reward, and the critic's first values are close to its bias
+    batch = mixed_batch()
+    spans = [np.flatnonzero(t.loss_mask) for t in batch]
+    errors = [(0.0 - t.total_reward) ** 2 / 2 for t in batch]
+    counts = [span[-1] - span[0] + 1 for span in spans]
+    expected = sum(e * n for e, n in zip(errors, counts, strict=True)) / sum(counts)
+    assert plain[0]["train/value_loss"] == pytest.approx(expected, abs=0.02)

@@ -49,6 +49,27 @@ def test_splitting_into_micro_batches(world: Backend, glm4_moe: Path, expected: 
     assert_same(split, expected)
 
 
+@pytest.mark.parametrize("denominator", ["accepted_tokens", "trajectories"])
+def test_splitting_under_every_denominator(
+    denominator: str, world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path
+) -> None:
+    algorithm = {"eps_low": 0.8, "eps_high": 3.0, "loss_denominator": denominator, "kl_coef": 0.1, "entropy_coef": 0.01}
+    whole = one_step(glm4_moe, mixed_batch(), tmp_path / "whole", world, algorithm=algorithm)
+    parallel = {"max_tokens_per_microbatch": 51}
+    split = one_step(glm4_moe, mixed_batch(), tmp_path / "split", world, algorithm=algorithm, parallel=parallel)
+    assert_same(split, whole, tolerance=2e-6)  # a sum of three losses
+    plain = one_step(
+        glm4_moe, mixed_batch(), tmp_path / "plain", world,
+        algorithm={"eps_low": 0.8, "eps_high": 3.0, "loss_denominator": denominator},
+    )  # fmt: skip
+    tokens = expected[0]["train/action_tokens"]
+    count = 6 if denominator == "trajectories" else tokens * expected[0]["dis/accepted_fraction"]
+    assert plain[0]["train/policy_loss"] == pytest.approx(expected[0]["train/policy_loss"] * tokens / count, rel=1e-6)
+    mean_kl = plain[0]["train/kl"] * plain[0]["dis/accepted_fraction"]
+    added = (0.1 * mean_kl - 0.01 * plain[0]["train/entropy"]) * tokens / count
+    assert whole[0]["train/policy_loss"] == pytest.approx(plain[0]["train/policy_loss"] + added, rel=1e-5)
+
+
 def test_the_order_of_trajectories(world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path) -> None:
     assert_same(one_step(glm4_moe, mixed_batch()[::-1], tmp_path, world), expected)
 
@@ -193,3 +214,24 @@ def test_temperature_scales_the_policys_logits_and_never_the_values(
     for name, gradient in expected[1].items():
         if name.startswith("critic/"):
             assert torch.equal(gradients[name], gradient), name
+
+
+def test_explained_variance_is_that_of_the_action_tokens_and_survives_large_returns(
+    world: Backend, glm4_moe: Path, tmp_path: Path
+) -> None:
+    stages: list[Stage] = []
+    one_step(glm4_moe, mixed_batch(), tmp_path, world, stages.append)
+    critic, batch = stages[0].critic, stages[0].microbatches(mixed_batch())
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0.0, 1e6):
+        for micro in batch:
+            noise = torch.randn(micro.num_tokens, generator=generator, dtype=torch.float64)
+            micro.returns = shift + torch.randn(micro.num_tokens, generator=generator, dtype=torch.float64)
+            micro.values = micro.returns + 0.5 * noise
+        returns = torch.cat([m.returns[m.loss_mask] for m in batch])
+        errors = returns - torch.cat([m.values[m.loss_mask] for m in batch])
+        expected = float(1 - errors.var(correction=0) / returns.var(correction=0))
+        assert critic.explained_variance(batch)["train/explained_variance"] == pytest.approx(expected, rel=1e-6)
+    for micro in batch:
+        micro.returns = torch.full_like(micro.returns, 0.1)
+    assert critic.explained_variance(batch)["train/explained_variance"] == 0

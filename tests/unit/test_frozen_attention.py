@@ -20,6 +20,7 @@ ATTENTION = {
         "linear_kv_up_proj.weight", "q_layernorm.weight", "kv_layernorm.weight", "linear_q_up_proj.layer_norm_weight",
         "linear_kv_up_proj.layer_norm_weight", "linear_proj.weight",
     ],
+    "linear attention": ["in_proj.weight", "conv1d.weight", "A_log", "dt_bias", "out_norm.weight", "out_proj.weight"],
     "DSA indexer": [
         "core_attention.indexer.linear_wq_b.weight", "core_attention.indexer.linear_wk.weight",
         "core_attention.indexer.k_norm.weight", "core_attention.indexer.k_norm.bias",
