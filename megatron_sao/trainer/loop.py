@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 
-from megatron.core.models.gpt.gpt_model import GPTModel
-
 from megatron_sao.algorithm import RunningMeanBaseline
 from megatron_sao.config import RunConfig
 from megatron_sao.data.trajectory import Trajectory, parse_version
@@ -60,22 +58,21 @@ class Stage:
         )
 
     def save(self, stage: str, step: int) -> None:
-        """Checkpoint what trains, then let the buffer forget what no retained checkpoint needs."""
-        models = {"policy": self.policy.trainable.chunks}
+        """Checkpoint the stage's models and the optimizers of those that train in it."""
         trained = {} if stage == "value" else {"policy": self.policy.trainable}
         if self.critic is not None:
-            models["critic"] = self.critic.trainable.chunks
             trained["critic"] = self.critic.trainable
-        self._save(Position.of(stage, step), models, trained)
+        self._save(Position.of(stage, step), trained)
 
     def save_for_next_stage(self, stage: str) -> None:
         """Checkpoint the weights alone: each stage has optimizers of its own."""
+        self._save(Position.of(stage, 0), {})
+
+    def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
+        """Then let the buffer forget what no retained checkpoint needs."""
         models = {"policy": self.policy.trainable.chunks}
         if self.critic is not None:
             models["critic"] = self.critic.trainable.chunks
-        self._save(Position.of(stage, 0), models, {})
-
-    def _save(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
         self.checkpoints.save(position, models, trained, extra={"running_mean": self.baseline.state_dict()})
         if self.source is not None:
             oldest = self.checkpoints.oldest()

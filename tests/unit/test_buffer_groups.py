@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from megatron_sao.buffer.store import Store
 from megatron_sao.data.tasks import epoch_order
+from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
 from tests.trajectories import make_config
-from tests.unit.test_buffer_store import EVAL_TASKS, TASKS, Bench, evaluate, refused
 
 
 class GroupBench(Bench):
