@@ -372,7 +372,7 @@ class Guard:
                 if len(body) > limit:
                     await _error(413, f"the body exceeds {limit} bytes (buffer.max_body_bytes)")(scope, receive, send)
                     return
-                if self._held > 4 * self._max_body_bytes:
+                if self._held > 4 * max(self._max_body_bytes, JSON_BODY_LIMIT):
                     await _error(429, "too many large bodies at once; try again")(scope, receive, send)
                     return
             await self._app(scope, _replay(bytes(body), receive), send)

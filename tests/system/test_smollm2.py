@@ -25,9 +25,9 @@ def test_two_sao_steps_on_smollm2_serve_what_they_train(tmp_path: Path) -> None:
         "data.eval": model / "eval.jsonl",
         "value.steps": 0,
         "rl.steps": 2,
-        "rl.batch_size": 4,
-        "eval.prompts": 12,
-        "eval.mismatch_min_tokens": 100,
+        "rl.batch_size": 2,
+        "eval.prompts": 8,
+        "eval.mismatch_min_tokens": 60,
     }
     command = [sys.executable, "-m", "megatron_sao.cli", "run", "model_configs/smollm2_135m.yaml"]
     command += ["--run-dir", str(tmp_path / "run")]
