@@ -89,9 +89,8 @@ def supervise(run: StudyRun, study: Path, out: Path) -> bool:
         command = [sys.executable, __file__, "--study", str(study), "--out", str(out), "--in-process", run.name]
         code = subprocess.run(command, stdout=log, stderr=log, cwd=ROOT, check=False).returncode
     seconds = time.monotonic() - started
-    print(
-        f"{run.name}: {'done' if code == 0 else f'FAILED, see {directory / "log"}'} after {seconds:.0f} s", flush=True
-    )
+    outcome = "done" if code == 0 else f"FAILED, see {log_path}"
+    print(f"{run.name}: {outcome} after {seconds:.0f} s", flush=True)
     if code == 0:
         (directory / "seconds").write_text(f"{seconds:.0f}\n")
     return code == 0
