@@ -69,6 +69,7 @@ def run_one(run: StudyRun, out: Path) -> None:
     name = run.name.replace("/", ".")
     config = load_config(ROOT / run.config, [*run.overrides, *start, f"name={name}", f"seed={run.seed}"])
     check_run_dir(config, out / run.name)  # a run goes on with the settings it began with, or not at all
+    (out / run.name).mkdir(parents=True, exist_ok=True)
     (out / run.name / "config.yaml").write_text(dump_config(config))
     logging.basicConfig(level=logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
