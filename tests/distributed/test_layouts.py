@@ -38,7 +38,7 @@ def test_metrics_and_the_gradient_of_every_parameter_equal_those_of_a_single_ran
     wrong = {}
     for layout, kind in steps(world_size):
         try:
-            assert_same(torch.load(tmp_path / f"{layout}-{kind}.pt"), single[kind], tolerance=1e-5)
+            assert_same(torch.load(tmp_path / f"{layout}-{kind}.pt", weights_only=True), single[kind], tolerance=1e-5)
         except AssertionError as difference:
             wrong[layout, kind] = str(difference)
     assert not wrong

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,19 +15,7 @@ from megatron_sao.algorithm import (
     skip_observation_gae,
     value_loss,
 )
-
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sao.json").read_text())
-EDGE = {case["name"]: case for case in VECTORS["edge"]}
-f64 = torch.float64
-
-
-def tensor(values: list, dtype: torch.dtype = f64) -> torch.Tensor:
-    return torch.tensor([float(v) for v in values], dtype=dtype)
-
-
-def close(actual: torch.Tensor, expected: list | torch.Tensor, tolerance: float = 1e-12) -> None:
-    expected = expected if isinstance(expected, torch.Tensor) else tensor(expected)
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
+from tests.reference import EDGE, VECTORS, close, f64, tensor
 
 
 @pytest.mark.parametrize("case", VECTORS["random"], ids=lambda case: case["name"])

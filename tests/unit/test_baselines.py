@@ -11,18 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.algorithm import RunningMeanBaseline, group_advantages, ppo_clip_policy_loss
+from tests.reference import close, f64, tensor
 
-f64 = torch.float64
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-
-
-def tensor(values: list, dtype: torch.dtype = f64) -> torch.Tensor:
-    return torch.tensor([float(v) for v in values], dtype=dtype)
-
-
-def close(actual: torch.Tensor, expected: list | torch.Tensor, tolerance: float = 1e-12) -> None:
-    expected = expected if isinstance(expected, torch.Tensor) else tensor(expected)
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
 finite = st.floats(-3, 3, allow_nan=False, width=32)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.algorithm import batched_skip_observation_gae, length_adaptive_lambda, skip_observation_gae
-
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "sao.json").read_text())
-EDGE = {case["name"]: case for case in VECTORS["edge"]}
-f64 = torch.float64
-
-
-def tensor(values: list, dtype: torch.dtype = f64) -> torch.Tensor:
-    return torch.tensor([float(v) for v in values], dtype=dtype)
-
-
-def close(actual: torch.Tensor, expected: list | torch.Tensor, tolerance: float = 1e-12) -> None:
-    expected = expected if isinstance(expected, torch.Tensor) else tensor(expected)
-    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
+from tests.reference import EDGE, close, f64, tensor
 
 
 def test_two_actions_computed_by_hand() -> None:

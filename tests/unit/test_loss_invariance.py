@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_sao.algorithm import dis_policy_loss, ppo_clip_policy_loss, value_loss
+from tests.reference import f64
 
-f64 = torch.float64
 Trajectory = dict[str, Tensor]  # columns [L]: loss_mask, parameter and what the loss compares it with
 
 LOSSES: dict[str, Callable[[Trajectory], tuple[Tensor, dict[str, Tensor]]]] = {
