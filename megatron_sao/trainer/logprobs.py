@@ -1,70 +1,181 @@
-"""Log-probabilities of given tokens from vocabulary-parallel logits."""
+"""Log-probabilities and entropies of given tokens, from hidden states and the vocabulary-parallel head.
+
+Logits are the largest tensor of a step: 8,192 tokens of a 154,880-word vocabulary are 5 GB in float32. Here they exist
+one block at a time, [``ROWS``, ``COLUMNS``], forward and again backward.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+from torch.utils.checkpoint import checkpoint
+
+ROWS, COLUMNS = 1024, 8192  # of a block of logits: 32 MB, and large enough for full speed of the matrix products
 
 
-def mask_vocab_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Set the logits of rows that only pad the vocabulary to −inf; logits are this rank's share ``[s, b, v / tp]``."""
-    first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
-    real = vocab_size - first
-    if real >= logits.shape[-1]:
-        return logits
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-    return logits.masked_fill(padding, float("-inf"))
-
-
-def token_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``log softmax(logits / temperature)[labels]`` in float32.
-
-    Args:
-        logits: this tensor-parallel rank's share of the vocabulary, ``[s, b, v / tp]``.
-        labels: token ids ``[s, b]``.
-
-    Returns:
-        ``[s, b]`` float32, the same on every tensor-parallel rank.
-    """
-    return -vocab_parallel_cross_entropy(logits.float() / temperature, labels)
-
-
-def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy in nats of ``softmax(logits / temperature)``, ``[s, b]`` float32; arguments as :func:`token_logprobs`."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    scaled = logits.float() / temperature
-    maximum = scaled.detach().max(dim=-1, keepdim=True).values
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-    scaled = scaled - maximum
-    weights = scaled.exp()
-    total = reduce_from_tensor_model_parallel_region(weights.sum(-1))
-    mean = reduce_from_tensor_model_parallel_region(torch.where(weights > 0, weights * scaled, 0.0).sum(-1)) / total
-    return total.log() - mean
-
-
-def support_logprobs(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, support: torch.Tensor
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    vocab_size: int,
+    entropy_grad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`token_logprobs` and :func:`token_entropy` over the support of truncated sampling.
+    """``log softmax(hidden @ weight.T / temperature)[labels]`` and the entropy of that softmax in nats.
 
     Args:
-        logits: this tensor-parallel rank's share of the vocabulary, ``[n, 1, v / tp]``.
-        labels: ``[n, 1]``; a label outside its support has log-probability -inf.
-        support: ids ``[n, K]``, filled up with -1.
+        hidden: ``[n, h]``, the same on every tensor-parallel rank. Its gradient is this rank's share of the sum.
+        weight: this rank's rows of the head, ``[v / tp, h]``.
+        labels: int64 ``[n]``.
+        vocab_size: real vocabulary; the head's rows beyond it are padding and have probability 0.
+        entropy_grad: whether the entropy is differentiable.
 
     Returns:
-        Log-probabilities and entropies, ``[n, 1]`` float32, the same on every tensor-parallel rank.
+        Two ``[n]`` tensors, float32 (float64 for float64 input), the same on every tensor-parallel rank.
     """
-    first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
-    local = support - first
+    return _LinearLogprobs.apply(hidden, weight, labels, temperature, vocab_size, entropy_grad)
+
+
+def linear_support_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, support: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`linear_logprobs` over the support of truncated sampling, with a differentiable entropy.
+
+    Args:
+        labels: ``[n]``; a label outside its support has log-probability -inf.
+        support: ids ``[n, K]``, filled up with -1.
+    """
+    rows = max(1, 8 * ROWS * COLUMNS // len(weight))  # the fewer the parts, the fewer gradients of the head to add up
+    parts = [
+        checkpoint(_support_logprobs, part, weight, *ids, temperature, use_reentrant=False)
+        for part, *ids in zip(hidden.split(rows), labels.split(rows), support.split(rows), strict=True)
+    ]
+    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropy
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Softmax statistics by blocks with a running maximum; the backward pass computes each block again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        temperature: float,
+        vocab_size: int,
+        entropy_grad: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = labels - _first_row(weight)
+        real = min(max(vocab_size - _first_row(weight), 0), len(weight))
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)  # maximum, and sums of exp, exp * logit, label logit
+        statistics[0] = torch.finfo(dtype).min  # not -inf: 0 * -inf is NaN
+        for rows, columns in _blocks(len(hidden), real):
+            logits = _product(hidden[rows], weight[columns]) / temperature
+            _include(statistics[:, rows], logits, labels[rows] - columns.start)
+        maximum, total, mean, chosen = _over_ranks(statistics)
+        entropy = total.log() - mean / total
+        ctx.save_for_backward(hidden, weight, labels, maximum + total.log(), entropy)
+        ctx.temperature, ctx.real, ctx.entropy_grad = temperature, real, entropy_grad
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - maximum - total.log(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, logprob_grad: torch.Tensor, entropy_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, labels, log_total, entropy = ctx.saved_tensors
+        hidden_grad = torch.zeros_like(hidden, dtype=log_total.dtype)
+        weight_grad = torch.zeros_like(weight, dtype=log_total.dtype)
+        for rows, columns in _blocks(len(hidden), ctx.real):
+            logits = _product(hidden[rows], weight[columns]).div_(ctx.temperature).sub_(log_total[rows, None])
+            grad = logits.exp()
+            if ctx.entropy_grad:
+                grad *= -logprob_grad[rows, None] - entropy_grad[rows, None] * (logits + entropy[rows, None])
+            else:
+                grad *= -logprob_grad[rows, None]
+            mine, places = _labels_of(labels[rows] - columns.start, grad)
+            grad[mine, places] += logprob_grad[rows][mine]
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            hidden_grad[rows] += _product(grad, weight[columns].T)
+            weight_grad[columns] += _product(grad.T, hidden[rows].T)
+        return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None, None, None, None
+
+
+def _include(statistics: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Take a block ``[r, c]`` into its rows' statistics ``[4, r]``; ``labels`` are relative to its columns."""
+    maximum, total, mean, chosen = statistics
+    mine, places = _labels_of(labels, logits)
+    chosen[mine] = logits[mine, places]
+    larger = torch.maximum(maximum, logits.max(-1).values)
+    mean += total * (maximum - larger)
+    rescale = (maximum - larger).exp()
+    logits -= larger[:, None]
+    weights = logits.exp()
+    total *= rescale
+    total += weights.sum(-1)
+    mean *= rescale
+    mean += torch.where(weights > 0, weights.mul_(logits), 0.0).sum(-1)
+    maximum.copy_(larger)
+
+
+def _over_ranks(statistics: torch.Tensor) -> torch.Tensor:
+    """Statistics of the whole vocabulary from every rank's share of it."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    maximum, total, mean, _ = statistics
+    larger = maximum.clone()
+    dist.all_reduce(larger, dist.ReduceOp.MAX, group=group)
+    mean += total * (maximum - larger)
+    statistics[1:3] *= (maximum - larger).exp()
+    dist.all_reduce(statistics[1:], group=group)
+    maximum.copy_(larger)
+    return statistics
+
+
+def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    for row in range(0, rows, ROWS):
+        for column in range(0, columns, COLUMNS):
+            yield slice(row, row + ROWS), slice(column, min(column + COLUMNS, columns))
+
+
+def _labels_of(labels: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows whose label lies in a block, and its column there."""
+    mine = ((labels >= 0) & (labels < block.shape[1])).nonzero().squeeze(1)
+    return mine, labels[mine]
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right.T``, accumulated and returned in float32 where the factors are narrower."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right.T
+    if left.is_cuda:
+        return torch.mm(left, right.T, out_dtype=torch.float32)
+    return left.float() @ right.T.float()
+
+
+def _first_row(weight: torch.Tensor) -> int:
+    """The token id of this tensor-parallel rank's first row of the head."""
+    return parallel_state.get_tensor_model_parallel_rank() * len(weight)
+
+
+def _support_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, support: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = hidden @ weight.T
+    local = support - _first_row(weight)
     mine = (local >= 0) & (local < logits.shape[-1]) & (support >= 0)
-    gathered = logits[:, 0].gather(1, local.clamp(0, logits.shape[-1] - 1)).float()
+    gathered = logits.gather(1, local.clamp(0, logits.shape[-1] - 1))
+    gathered = gathered.to(torch.promote_types(logits.dtype, torch.float32))
     # each id lies on one rank, so that the sum over ranks is the logit itself
     gathered = reduce_from_tensor_model_parallel_region(torch.where(mine, gathered, 0.0)) / temperature
     logprobs = gathered.masked_fill(support < 0, float("-inf")).log_softmax(-1)
-    chosen = torch.where(support == labels, logprobs, 0.0).sum(-1, keepdim=True)
-    chosen = chosen.masked_fill(~(support == labels).any(-1, keepdim=True), float("-inf"))
+    equal = support == labels[:, None]
+    chosen = torch.where(equal, logprobs, 0.0).sum(-1).masked_fill(~equal.any(-1), float("-inf"))
     finite = torch.where(support >= 0, logprobs, 0.0)
-    return chosen, -(finite.exp() * finite * (support >= 0)).sum(-1, keepdim=True)
+    return chosen, -(finite.exp() * finite * (support >= 0)).sum(-1)

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megatron_sao.config import AlgorithmConfig
-from megatron_sao.trainer.logprobs import mask_vocab_padding, support_logprobs, token_entropy, token_logprobs
+from megatron_sao.trainer.logprobs import linear_logprobs, linear_support_logprobs
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.policy_loss import POLICY_KEYS, policy_loss, policy_metrics
 from megatron_sao.trainer.trainable import LossFunction, Stats, Trainable, forward_kwargs
@@ -131,22 +132,19 @@ class Policy:
         def from_hidden(
             hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, **_: Any
         ) -> torch.Tensor:
-            # The vocabulary projection is the widest layer and only action tokens need it. Under sequence parallelism
-            # the hidden states are spread over ranks and stay whole.
-            selected = torch.arange(batch.num_tokens, device=hidden_states.device)
-            if not self.trainable.config.sequence_parallel:
-                selected = batch.loss_mask.nonzero().squeeze(1)
-                hidden_states = hidden_states[selected]
-            logits, _ = output_layer(hidden_states, weight=output_weight)
-            logits = mask_vocab_padding(logits, self._vocab_size)
-            labels = batch.labels[0, selected][:, None]
-            if batch.support is not None:
-                logprobs, entropy = support_logprobs(logits, labels, temperature, batch.support[selected])
-                entropy = entropy if entropy_grad else entropy.detach()
+            # The vocabulary projection is the widest layer, and only action tokens need it.
+            if self.trainable.config.sequence_parallel:
+                hidden = gather_from_sequence_parallel_region(hidden_states)
             else:
-                logprobs = token_logprobs(logits, labels, temperature)
-                with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-                    entropy = token_entropy(logits, temperature) if entropies is not None else None
+                hidden = copy_to_tensor_model_parallel_region(hidden_states)
+            weight = output_layer.weight if output_weight is None else output_weight
+            selected = batch.loss_mask.nonzero().squeeze(1)
+            inputs = hidden[selected, 0], weight, batch.labels[0, selected], temperature
+            if batch.support is None:
+                logprobs, entropy = linear_logprobs(*inputs, self._vocab_size, entropy_grad)
+            else:
+                logprobs, entropy = linear_support_logprobs(*inputs, batch.support[selected])
+                entropy = entropy if entropy_grad else entropy.detach()
             if entropies is not None:
                 entropies["entropy"] = _spread(entropy, selected, batch.num_tokens)
             return _spread(logprobs, selected, batch.num_tokens)[None]
@@ -155,5 +153,5 @@ class Policy:
 
 
 def _spread(values: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """``[n, 1]`` values at ``positions`` of a ``[length]`` tensor of zeros."""
-    return values.new_zeros(length).index_copy(0, positions, values[:, 0])
+    """``[n]`` values at ``positions`` of a ``[length]`` tensor of zeros."""
+    return values.new_zeros(length).index_copy(0, positions, values)
