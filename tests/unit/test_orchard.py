@@ -18,18 +18,17 @@ from tools.study import make_orchard
 from tools.study.engine import InProcessEngine
 from tools.study.orchard import (
     ALPHABET,
-    HOURS,
-    Moment,
+    STORMS,
+    TURNS,
     Orchard,
+    Turn,
     best,
-    cost,
     days,
     demonstration,
-    pick,
     render,
-    start_of_day,
+    spills,
     tempting,
-    trees_of_day,
+    turns_of_day,
 )
 
 TREES = [("A", 7), ("b", 3), ("c", 5)]
@@ -66,8 +65,8 @@ class ScriptedSession:
 
 async def episode(seed: int, actions: str) -> ScriptedSession:
     session = ScriptedSession(actions)
-    day = trees_of_day(seed)
-    await Orchard(Characters()).run(session, Task("t", render(day[0], start_of_day(day)), seed, {}))
+    prompt = render(turns_of_day(seed)[0], len(TURNS), whole=True)
+    await Orchard(Characters()).run(session, Task("t", prompt, seed, {}))
     return session
 
 
@@ -79,44 +78,39 @@ def actions_of(segments: list[tuple[str, bool]]) -> str:
     return "".join(text for text, learned in segments if learned)
 
 
-@pytest.mark.parametrize(
-    ("moment", "action", "after"),
-    [
-        (Moment(10, 40), "A", Moment(8, 33)),  # far: two hours
-        (Moment(10, 40), "c", Moment(9, 35)),
-        (Moment(10, 4), "c", Moment(9, 0)),  # more than needed
-        (Moment(2, 40), "A", Moment(0, 33)),
-        (Moment(1, 40), "A", Moment(0, 40)),  # too far for the last hour
-        (Moment(10, 40), "a", Moment(9, 40)),  # not shown
-        (Moment(10, 40), "7", Moment(9, 40)),
-    ],
-)
-def test_picking_costs_hours_and_brings_apples(moment, action, after):
-    assert pick(moment, TREES, action) == after
-
-
-def test_an_episode_is_over_with_a_full_basket_or_without_hours():
-    assert Moment(0, 5).over and Moment(5, 0).over and not Moment(1, 1).over
-
-
 def test_the_best_tree_pays_for_its_hours_and_the_tempting_one_need_not():
-    assert best(TREES, hours=10) == ("c", 5)  # 5 - 4 > 7 - 8
-    assert best([("A", 8), ("b", 3), ("c", 2)], hours=10) == ("A", 8)  # 8 - 8 > 3 - 4
-    assert best([("A", 8), ("b", 3), ("c", 2)], hours=1) == ("b", 3)
+    assert best(TREES) == ("c", 5)  # 5 - 4 > 7 - 8
+    assert best([("A", 8), ("b", 3), ("c", 2)]) == ("A", 8)  # 8 - 8 > 3 - 4
     assert tempting(TREES) == ("A", 7)
 
 
-def test_the_policy_sees_trees_hours_and_need():
-    assert render(TREES, Moment(24, 85)) == "A7b3c5J85"
-    assert render(TREES, Moment(1, 7)) == "A7b3c5g07"
+@pytest.mark.parametrize(
+    ("storm", "action", "lost"),
+    [
+        (True, "c", False),
+        (True, "A", True),
+        (True, "b", True),
+        (True, "7", True),
+        (False, "A", False),
+        (False, "7", False),
+    ],
+)
+def test_only_a_storm_punishes_and_only_the_best_tree_escapes_it(storm, action, lost):
+    assert spills(Turn(TREES, storm), action) == lost
+
+
+def test_the_policy_sees_trees_turns_sky_and_basket():
+    assert render(Turn(TREES, storm=False), 18, whole=True) == "A7b3c5X-o"
+    assert render(Turn(TREES, storm=True), 1, whole=False) == "A7b3c5G!x"
 
 
 def test_a_day_shows_near_and_far_trees_with_distinct_letters_and_is_the_same_again():
     for seed in range(50):
-        day = trees_of_day(seed)
-        assert day == trees_of_day(seed) and len(day) == len(HOURS)
-        for trees in day:
-            assert {cost(tree) for tree in trees} == {1, 2}
+        day = turns_of_day(seed)
+        assert day == turns_of_day(seed) and len(day) == len(TURNS) == 18
+        assert sum(turn.storm for turn in day) == STORMS
+        for trees, _ in day:
+            assert {label.isupper() for label, _ in trees} == {True, False}
             assert len({label.lower() for label, _ in trees}) == 3
             assert all((3 <= apples <= 8) if label.isupper() else (1 <= apples <= 5) for label, apples in trees)
 
@@ -124,8 +118,17 @@ def test_a_day_shows_near_and_far_trees_with_distinct_letters_and_is_the_same_ag
 def test_every_character_shown_has_a_token_of_its_own():
     assert len(set(ALPHABET)) == len(ALPHABET)
     for seed in range(50):
-        for trees in trees_of_day(seed):
-            assert set(render(trees, Moment(24, 99)) + render(trees, Moment(1, 0))) <= set(ALPHABET[1:-1])
+        for number, turn in enumerate(turns_of_day(seed)):
+            assert set(render(turn, number + 1, True) + render(turn, number + 1, False)) <= set(ALPHABET[1:-1])
+
+
+def test_the_basket_is_shown_spilt_from_the_first_storm_on_that_was_not_met_with_the_best_tree():
+    day = turns_of_day(3)
+    first = next(number for number, turn in enumerate(day) if turn.storm)
+    session = play(3, "7" * len(TURNS))
+    assert [text[-1] for text in session.heard] == ["o"] * (first + 1) + ["x"] * (len(TURNS) - first - 1)
+    assert session.rewarded == 0.0
+    assert session.metrics == {"malformed": 18.0, "poor_choices": 0.0}
 
 
 def test_demonstrations_without_noise_earn_the_reward_and_noise_costs_most_of_them():
@@ -147,13 +150,6 @@ def test_a_demonstration_is_what_the_environment_would_have_said():
     assert session.actions == []
 
 
-def test_an_episode_of_wrong_labels_ends_after_all_hours_without_reward():
-    session = play(3, "7" * 24)
-    assert session.rewarded == 0.0 and session.actions == []
-    assert session.metrics == {"malformed": 24.0, "poor_choices": 0.0, "missing": start_of_day(trees_of_day(3)).needed}
-    assert len("".join(session.heard)) + 24 == 240
-
-
 def test_the_directory_holds_a_model_that_plays_and_data_with_disjoint_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr(make_orchard, "DATA", make_orchard.DATA | {"train": 40, "eval": 10, "sft": 30})
     path: Path = tmp_path / "orchard"
@@ -165,10 +161,10 @@ def test_the_directory_holds_a_model_that_plays_and_data_with_disjoint_prompts(t
 
     engine = InProcessEngine(path)
     environment = Orchard(load_tokenizer(path))
-    sessions = [Session(engine, RolloutConfig(environment="a:b", max_turns=24), SamplingConfig()) for _ in range(10)]
+    sessions = [Session(engine, RolloutConfig(environment="a:b", max_turns=18), SamplingConfig()) for _ in range(10)]
     engine.play(
         [lambda s=s, t=t: environment.run(s, t) for s, t in zip(sessions, tasks["eval"], strict=True)],
         seed=0,
     )
     assert all(session.finished and not session.truncated for session in sessions)
-    assert all(len(session.token_ids) <= 240 < engine.limits.context for session in sessions)
+    assert all(len(session.token_ids) <= 180 < engine.limits.context for session in sessions)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_tiny_model import make_directory, write_lines, write_model, write_tokenizer
 from tools.study.orchard import ALPHABET, days, demonstration
 
-CONTEXT = 256  # the longest episode has 240 tokens
+CONTEXT = 256  # an episode has 180 tokens
 DATA = {"train": 8192, "eval": 512, "sft": 8000, "noise": 0.5}
 
 

@@ -1,16 +1,16 @@
-"""A long task with one reward at its end: fill a basket before the day is over.
+"""A long task with one reward at its end: bring the basket home whole.
 
-    prompt ``A7b3c5J85``  action ``c``  observation ``d2E8f1I80``  action ``E``  observation ``B4a5d2G72``  ...
+    prompt ``A7b3c5X-o``  action ``c``  observation ``d2E8f1W!o``  action ``E``  observation ``B4a5d2V-o``  ...
 
-Every turn shows three trees, each a label and the apples on it, then the hours left (one character of ``HOURS``) and
-the apples still needed (two digits). The policy answers with the label of the tree to pick. A tree with a small label
-is near and takes one hour; one with a capital label is far, takes two and tends to carry more. The reward is 1 as soon
-as the basket is full and 0 when the hours have run out: about 18 turns and 180 tokens.
+Every turn shows three trees, each a label and the apples on it, then the turns left (one character of ``TURNS``), the
+sky (``-`` fair, ``!`` storm) and the basket (``o`` whole, ``x`` spilt). The policy answers with the label of the tree
+to pick. A tree with a small label is near and takes one hour; one with a capital label is far, takes two and tends to
+carry more. The best tree is the one with most apples after the price of its hours; the tempting one has most apples.
+In a storm anything but the best tree spills the basket for good, in fair weather any tree will do. The reward is 1 if
+the basket is whole after 18 turns and 180 tokens, three of them in a storm.
 
-The tempting tree is the one with most apples, whatever the way; what the hours were worth shows only at the end. No
-choice decides and each matters a little, but hours and need tell at any time how likely the reward is. So a critic can
-tell the choices apart, whereas a baseline of whole episodes gives all of them the same credit. For this the reward has
-a threshold: a sum of apples would itself be a fair credit of single choices, and leave the critic little to find out.
+Fifteen choices of eighteen do not matter, and which ones did shows at once, whereas the reward comes at the end: a
+critic can tell the choices apart, a baseline of whole episodes gives all of them the same credit.
 """
 
 from __future__ import annotations
@@ -25,50 +25,26 @@ if TYPE_CHECKING:
     from megatron_sao.rollout.session import Session
 
 NEAR, FAR = "abcdef", "ABCDEF"  # labels; two trees of one turn never share a letter
-HOURS = "ghijklmnopqrstuvwxyzGHIJ"  # 1 to 24 hours left
-ALPHABET = "_0123456789" + NEAR + FAR + HOURS + "."  # padding first, end of sequence last; neither is ever shown
+TURNS = "GHIJKLMNOPQRSTUVWX"  # 1 to 18 turns left
+FAIR, STORM, WHOLE, SPILT = "-!ox"
+ALPHABET = (
+    "_0123456789" + NEAR + FAR + TURNS + FAIR + STORM + WHOLE + SPILT + "."
+)  # padding first, end last; neither is shown
+STORMS = 3  # of a day, at any turns
 APPLES_NEAR, APPLES_FAR = (1, 5), (3, 8)
-HOUR_PRICE = 4  # apples that a good picker gets per hour: what a far tree must offer more
-TARGET_SHARE = 0.93  # of what the good picker brings home
+HOUR_PRICE = 4  # apples that an hour is worth: what a far tree must offer more
 
 Tree = tuple[str, int]  # label, apples
 
 
-class Moment(NamedTuple):
-    """Where an episode stands. It is over when the basket is full (``needed`` is 0) or no hour is left."""
-
-    hours: int
-    needed: int
-
-    @property
-    def over(self) -> bool:
-        return not self.hours or not self.needed
+class Turn(NamedTuple):
+    trees: list[Tree]
+    storm: bool
 
 
-def cost(tree: Tree) -> int:
-    """Hours that picking the tree takes."""
-    return 2 if tree[0] in FAR else 1
-
-
-def trees_of_day(seed: int) -> list[list[Tree]]:
-    """Three trees for each turn of a day, near and far ones among them: the same whatever is picked."""
-    rng = random.Random(seed)
-    day = []
-    for _ in HOURS:
-        far = rng.sample(range(3), rng.randint(1, 2))
-        letters = rng.sample(range(len(NEAR)), 3)
-        day.append(
-            [
-                (FAR[letter], rng.randint(*APPLES_FAR)) if i in far else (NEAR[letter], rng.randint(*APPLES_NEAR))
-                for i, letter in enumerate(letters)
-            ]
-        )
-    return day
-
-
-def best(trees: list[Tree], hours: int) -> Tree:
-    """The tree a good picker takes: most apples after the price of its hours, if it can be reached in time."""
-    return max((tree for tree in trees if cost(tree) <= hours), key=lambda tree: tree[1] - HOUR_PRICE * cost(tree))
+def best(trees: list[Tree]) -> Tree:
+    """The tree with most apples after the price of the hours that picking it takes."""
+    return max(trees, key=lambda tree: tree[1] - HOUR_PRICE * (2 if tree[0] in FAR else 1))
 
 
 def tempting(trees: list[Tree]) -> Tree:
@@ -76,35 +52,38 @@ def tempting(trees: list[Tree]) -> Tree:
     return max(trees, key=lambda tree: tree[1])
 
 
-def pick(moment: Moment, trees: list[Tree], action: str) -> Moment:
-    """What an action leads to. No such label costs an hour for nothing, and so does a tree too far for the evening."""
-    tree = next((tree for tree in trees if tree[0] == action), None)
-    if tree is None or cost(tree) > moment.hours:
-        return moment._replace(hours=moment.hours - 1)
-    return Moment(moment.hours - cost(tree), max(0, moment.needed - tree[1]))
+def turns_of_day(seed: int) -> list[Turn]:
+    """Three trees for each turn of a day, near and far ones among them, and its storms: the same whatever is picked."""
+    rng = random.Random(seed)
+    storms = rng.sample(range(len(TURNS)), STORMS)
+    day = []
+    for number in range(len(TURNS)):
+        far = rng.sample(range(3), rng.randint(1, 2))
+        letters = rng.sample(range(len(NEAR)), 3)
+        trees = [
+            (FAR[letter], rng.randint(*APPLES_FAR)) if i in far else (NEAR[letter], rng.randint(*APPLES_NEAR))
+            for i, letter in enumerate(letters)
+        ]
+        day.append(Turn(trees, number in storms))
+    return day
 
 
-def start_of_day(day: list[list[Tree]]) -> Moment:
-    """All hours, and a share of what the good picker brings home as the target; below 100, to have two digits."""
-    hours, total = len(HOURS), 0
-    for trees in day:
-        if hours:
-            tree = best(trees, hours)
-            hours, total = hours - cost(tree), total + tree[1]
-    return Moment(len(HOURS), min(99, round(TARGET_SHARE * total)))
+def spills(turn: Turn, action: str) -> bool:
+    """Whether the basket is lost by picking ``action``, a label or anything else."""
+    return turn.storm and action != best(turn.trees)[0]
 
 
-def render(trees: list[Tree], moment: Moment) -> str:
-    """The text the policy sees, e.g. ``"A7b3c5J85"``."""
-    return "".join(f"{label}{apples}" for label, apples in trees) + f"{HOURS[moment.hours - 1]}{moment.needed:02d}"
+def render(turn: Turn, turns_left: int, whole: bool) -> str:
+    """The text the policy sees, e.g. ``"A7b3c5X-o"``; ``turns_left`` counts this one."""
+    trees = "".join(f"{label}{apples}" for label, apples in turn.trees)
+    return f"{trees}{TURNS[turns_left - 1]}{STORM if turn.storm else FAIR}{WHOLE if whole else SPILT}"
 
 
 def days(rng: random.Random) -> Iterator[tuple[str, int]]:
     """Endless (prompt, seed of the day)."""
     while True:
         seed = rng.randrange(2**48)
-        day = trees_of_day(seed)
-        yield render(day[0], start_of_day(day)), seed
+        yield render(turns_of_day(seed)[0], len(TURNS), whole=True), seed
 
 
 def demonstration(rng: random.Random, seed: int, noise: float = 0.0) -> list[tuple[str, bool]]:
@@ -113,16 +92,15 @@ def demonstration(rng: random.Random, seed: int, noise: float = 0.0) -> list[tup
     Args:
         noise: per turn, the probability of the tempting tree instead of the best. Without noise the reward is earned.
     """
-    day = trees_of_day(seed)
-    moment = start_of_day(day)
+    day = turns_of_day(seed)
     segments: list[tuple[str, bool]] = []
-    for turn, trees in enumerate(day):
-        label, _ = tempting(trees) if rng.random() < noise else best(trees, moment.hours)
-        moment = pick(moment, trees, label)
+    whole = True
+    for number, turn in enumerate(day):
+        if number:
+            segments.append((render(turn, len(day) - number, whole), False))
+        label, _ = tempting(turn.trees) if rng.random() < noise else best(turn.trees)
         segments.append((label, True))
-        if moment.over:
-            break
-        segments.append((render(day[turn + 1], moment), False))
+        whole = whole and not spills(turn, label)
     return segments
 
 
@@ -137,22 +115,20 @@ class Orchard:
         self._tokenizer = tokenizer
 
     async def run(self, session: Session, task: Task) -> None:
-        """Play one episode. Metrics: ``malformed`` turns, ``poor_choices``, and apples ``missing`` in the end."""
-        day = trees_of_day(task.label)
-        moment = start_of_day(day)
+        """Play one episode. Metrics: ``malformed`` turns, and ``poor_choices`` in any weather."""
+        day = turns_of_day(task.label)
         session.metrics |= {"malformed": 0.0, "poor_choices": 0.0}
         session.prompt(self._encode(task.prompt))
-        for turn, trees in enumerate(day):
+        whole = True
+        for number, turn in enumerate(day):
+            if number:
+                session.observe(self._encode(render(turn, len(day) - number, whole)))
             action = self._tokenizer.decode(await session.generate(max_new_tokens=1))
-            shown = [label for label, _ in trees]
-            session.metrics["malformed"] += action not in shown
-            session.metrics["poor_choices"] += action in shown and action != best(trees, moment.hours)[0]
-            moment = pick(moment, trees, action)
-            if moment.over:
-                break
-            session.observe(self._encode(render(day[turn + 1], moment)))
-        session.metrics["missing"] = float(moment.needed)
-        session.finish(float(not moment.needed))
+            shown = action in [label for label, _ in turn.trees]
+            session.metrics["malformed"] += not shown
+            session.metrics["poor_choices"] += shown and action != best(turn.trees)[0]
+            whole = whole and not spills(turn, action)
+        session.finish(float(whole))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
