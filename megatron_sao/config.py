@@ -113,6 +113,8 @@ class AlgorithmConfig(Section):
     entropy_coef: float = Field(0.0, ge=0)
     truncation: Literal["terminal", "bootstrap"] = "terminal"
     reset_policy_optimizer_on_sync: bool = False
+    # MoE: the policy uses the experts that the engine routed each token to, with the trainer's own probabilities
+    routing_replay: bool = False
     permute_rewards: bool = False  # control experiment: rewards shuffled across the batch's trajectories
 
     @field_validator("critic_trainable")
@@ -290,6 +292,9 @@ class RunConfig(Section):
             f"algorithm.pi_old = {algorithm.pi_old} with algorithm.policy_loss = dis, which has no old policy: leave "
             "pi_old out, or set policy_loss to ppo_clip": (
                 algorithm.pi_old != "recomputed" and algorithm.policy_loss == "dis"
+            ),
+            f"algorithm.routing_replay with parallel.cp = {self.parallel.cp} is not implemented: use parallel.cp=1": (
+                algorithm.routing_replay and self.parallel.cp > 1
             ),
             f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
             f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (

@@ -1,6 +1,14 @@
 """Every test is marked by its layer, and the layers run from the quick to the slow."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from megatron_sao.models.backend import Backend
 
 LAYERS = ("unit", "distributed", "system")
 
@@ -12,3 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(layer(item))
     items.sort(key=lambda item: LAYERS.index(layer(item)))  # stable: the order within a layer stays
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Backend]:
+    """A Megatron world of one rank in the test process."""
+    from megatron_sao.config import ModelConfig, ParallelConfig  # slow to import
+    from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+
+    backend = start_runtime(ModelConfig(path="unused"), ParallelConfig(), seed=0, deterministic=True)
+    yield backend
+    stop_runtime()

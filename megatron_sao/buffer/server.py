@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
+from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import VERSION, Trajectory, TrajectoryError
 
@@ -108,12 +109,13 @@ class Service:
     Args:
         store: used from this service's thread only.
         vocab_size: ids in submitted trajectories are below it.
+        routing: of the model; None if it has no routed experts.
     """
 
-    def __init__(self, store: Store, config: RunConfig, vocab_size: int) -> None:
+    def __init__(self, store: Store, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None) -> None:
         self.store = store
         self.config = config
-        self._vocab_size = vocab_size
+        self._vocab_size, self._routing = vocab_size, routing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._changed = asyncio.Event()
         self._submissions: asyncio.Queue[tuple[tuple[Trajectory, bytes], asyncio.Future[str]]] = asyncio.Queue()
@@ -182,7 +184,7 @@ class Service:
 
     def _admit(self, payload: bytes) -> tuple[Trajectory, bytes]:
         trajectory = Trajectory.decode(payload)
-        valid = trajectory.validate(self._vocab_size, self.config.rollout.max_tokens)
+        valid = trajectory.validate(self._vocab_size, self.config.rollout.max_tokens, self._routing)
         return (trajectory, payload) if valid is trajectory else (valid, valid.encode())
 
 
@@ -430,7 +432,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     except (TaskError, StoreError) as error:
         listener.close()
         raise ConfigError(str(error)) from error
-    service = Service(store, config, vocab_size)
+    service = Service(store, config, vocab_size, RoutingShape.of(config.model.path))
     settings = uvicorn.Config(
         create_app(service, token),
         log_level="warning",

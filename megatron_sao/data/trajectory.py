@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
+from megatron_sao.data.routing import RoutingShape
+
 SCHEMA = 1
 VERSION = re.compile(r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})")  # incarnation.n
 TURN_KINDS = ("prompt", "action", "observation")
 POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quantity
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
+_EXPERT_DTYPES = ("|u1", "<u2")
 _SCALARS: dict[str, tuple[type, ...]] = {
     "id": (str,),
     "run_id": (str,),
@@ -84,7 +87,8 @@ class Trajectory:
         turns: ("prompt" | "action" | "observation", start, end).
         sampling: temperature, top_p, top_k, ...
         support: of truncated sampling, else None; log-probabilities are over it.
-        routed_experts: int32 of any shape, for routing replay, else None.
+        routed_experts: uint8 or uint16 [N, MoE layers, top_k], ids of the experts that the engine sent the first N <= L
+            tokens to, those before every action token among them; else None.
         truncated: ended by a length or turn limit.
         failure: the environment's own failure, else None; such an episode is excluded from training.
         metrics: finite numbers to average.
@@ -129,8 +133,13 @@ class Trajectory:
         """The weight versions that action tokens were sampled under."""
         return {version for version, start, end in self.versions if self.loss_mask[start:end].any()}
 
-    def validate(self, vocab_size: int, max_tokens: int) -> Trajectory:
+    def validate(self, vocab_size: int, max_tokens: int, routing: RoutingShape | None = None) -> Trajectory:
         """Check the content.
+
+        Args:
+            vocab_size: of the model.
+            max_tokens: ``rollout.max_tokens``.
+            routing: of the model; None if it has no routed experts.
 
         Returns:
             The trajectory, with log-probabilities in (0, 1e-3] set to 0: a copy only if there were any.
@@ -154,6 +163,7 @@ class Trajectory:
             self._check_spans(name)
         self._check_cover()
         self._check_support(vocab_size)
+        self._check_routing(routing)
         positive = self.logprobs > 0
         return replace(self, logprobs=np.where(positive, np.float32(0), self.logprobs)) if positive.any() else self
 
@@ -217,6 +227,29 @@ class Trajectory:
         own = (self.support.padded() == self.token_ids[self.loss_mask == 1][:, None]).any(1)
         _refuse("support", self.token_ids[self.loss_mask == 1], ~own, "was sampled, but is not in its own support")
 
+    def _check_routing(self, routing: RoutingShape | None) -> None:
+        experts = self.routed_experts
+        if experts is None:
+            return
+        if routing is None:
+            raise TrajectoryError("routed_experts: are recorded, but the model has none")
+        covered = len(experts) if experts.ndim else 0
+        if covered > self.num_tokens or experts.shape[1:] != (len(routing.moe_layers), routing.top_k):
+            raise TrajectoryError(
+                f"routed_experts: has shape {experts.shape}; expected at most {self.num_tokens} tokens, "
+                f"{len(routing.moe_layers)} MoE layers and top {routing.top_k}"
+            )
+        last = int(np.flatnonzero(self.loss_mask)[-1]) if self.num_action_tokens else 0
+        if covered < last:
+            raise TrajectoryError(f"routed_experts[{covered}]: is missing, but token {last} was sampled after it")
+        for bad, why in (
+            (experts >= routing.num_experts, f"is outside [0, {routing.num_experts})"),
+            (np.diff(np.sort(experts, axis=-1), axis=-1) == 0, "has an expert twice"),
+        ):
+            if bad.any():
+                token, layer = np.argwhere(bad)[0, :2]
+                raise TrajectoryError(f"routed_experts[{token}, {layer}]: {experts[token, layer].tolist()} {why}")
+
     def encode(self) -> bytes:
         """The wire format. Raises TrajectoryError for an array of another dtype (never cast silently)."""
         message: dict[str, Any] = {"schema": SCHEMA} | {name: getattr(self, name) for name in _SCALARS}
@@ -226,9 +259,10 @@ class Trajectory:
         message["turns"] = [list(span) for span in self.turns]
         message["support"] = None if self.support is None else [_raw("support", part, "<i4") for part in self.support]
         experts = self.routed_experts
-        message["routed_experts"] = (
-            None if experts is None else [list(experts.shape), _raw("routed_experts", experts, "<i4")]
-        )
+        message["routed_experts"] = None
+        if experts is not None:
+            dtype = "|u1" if experts.dtype == np.uint8 else "<u2"
+            message["routed_experts"] = [dtype, list(experts.shape), _raw("routed_experts", experts, dtype)]
         return msgpack.packb(message)
 
     @staticmethod
@@ -300,10 +334,10 @@ def _support(raw: Any) -> Support | None:
 def _experts(raw: Any) -> np.ndarray | None:
     if raw is None:
         return None
-    if type(raw) is not list or len(raw) != 2 or type(raw[0]) is not list:
-        raise TrajectoryError("routed_experts: expected null or [shape, bytes]")
-    flat = _array("routed_experts", raw[1], "<i4")
-    shape = raw[0]
+    if type(raw) is not list or len(raw) != 3 or raw[0] not in _EXPERT_DTYPES or type(raw[1]) is not list:
+        raise TrajectoryError(f"routed_experts: expected null or [{' or '.join(_EXPERT_DTYPES)}, shape, bytes]")
+    dtype, shape, data = raw
+    flat = _array("routed_experts", data, dtype)
     if any(type(size) is not int or not 0 <= size < 2**31 for size in shape) or math.prod(shape) != flat.size:
         raise TrajectoryError(f"routed_experts: shape {shape} does not hold {flat.size} values")
     return flat.reshape(shape)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.config import ConfigError, RunConfig, dump_config, load_config
+from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import load_tasks
 from megatron_sao.launch.process import SupervisedProcess, adopt_orphans, kill_descendants
 from megatron_sao.launch.progress import Progress
@@ -54,7 +55,8 @@ def main(config: RunConfig, run_dir: Path) -> int:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises ConfigError for a missing model directory, a missing data file or ranks meant for other machines."""
+    """Raises ConfigError for a missing model directory or data file, for routing replay of a model without experts, and
+    for ranks meant for other machines."""
     if not config.model.path.is_dir():
         raise ConfigError(f"model.path = {config.model.path} is not a directory; make or download the model first")
     if not (config.model.path / "config.json").is_file():
@@ -71,6 +73,7 @@ def check_inputs(config: RunConfig) -> None:
             )
     if config.sft.steps and config.data.sft is None:
         raise ConfigError(f"sft.steps = {config.sft.steps} needs demonstrations: set data.sft, or sft.steps to 0")
+    replayed_routing(config)
     parallel = config.parallel
     if parallel.nproc_per_node != parallel.world_size:
         raise ConfigError(

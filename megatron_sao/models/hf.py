@@ -98,7 +98,11 @@ def read_hf_model(path: Path) -> HFModel:
 
 
 def transformer_config(model: HFModel, settings: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """The Megatron config of ``model`` under the given layout. Weights are never randomly trusted: they are loaded."""
+    """The Megatron config of ``model`` under the given layout. Weights are never randomly trusted: they are loaded.
+
+    There is no auxiliary load-balancing loss, whatever ``router_aux_loss_coef`` says: it belongs to pretraining, and in
+    RL its gradient would compete with the policy's. The load is logged instead (``moe/load_max``).
+    """
     raw, dtype = model.raw, _DTYPES[settings.dtype]
     kwargs: dict[str, Any] = {
         "num_layers": raw["num_hidden_layers"],
@@ -138,6 +142,7 @@ def _moe_kwargs(model: HFModel, settings: ModelConfig, parallel: ParallelConfig)
         "moe_router_topk_scaling_factor": raw.get("routed_scaling_factor", 1.0),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
         "moe_shared_expert_intermediate_size": raw["moe_intermediate_size"] * raw["n_shared_experts"]
         if raw.get("n_shared_experts")
         else None,

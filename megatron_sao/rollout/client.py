@@ -13,15 +13,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import aiohttp
+import numpy as np
 
 from megatron_sao.buffer.client import EngineInfo
 from megatron_sao.config import ConfigError, SamplingConfig
+from megatron_sao.data.routing import RoutingShape, continued
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,11 @@ class ModelLimits(NamedTuple):
 class Generation:
     """One turn as sampled. ``versions`` are half-open spans over ``token_ids``; log-probs are at the
     sampling temperature, under the weights of each token's own version, over the full vocabulary or, where sampling is
-    truncated, over ``support``: the ids that could have been sampled in place of each token."""
+    truncated, over ``support``: the ids that could have been sampled in place of each token.
+
+    ``routed_experts`` uint8 or uint16 [tokens, MoE layers, top_k] covers the request's own tokens too, from the first
+    one on, and all but the last sampled. Where a push interrupted the turn it is what the engine computed when it took
+    the turn up again: the routing that the tokens sampled afterwards attend to."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,12 +92,14 @@ class Generation:
     engine: str = ""  # id of the engine that finished it
     retries: int = 0
     support: list[list[int]] = field(default_factory=list)  # empty over the full vocabulary
+    routed_experts: np.ndarray | None = None  # for routing replay
 
     def append(self, part: Generation) -> None:
         offset = len(self.token_ids)
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.support += part.support
+        self.routed_experts = continued(self.routed_experts, part.routed_experts)
         self.versions += [(version, start + offset, end + offset) for version, start, end in part.versions]
         self.finish_reason, self.engine = part.finish_reason, part.engine
 
@@ -105,6 +113,7 @@ class EngineClient:
         list_engines: the registry, e.g. ``AsyncBufferClient.engines``.
         max_retries: failed attempts one turn may cost. Waiting for a clean engine is not an attempt, and
             neither is one that could not even be reached: the episode's timeout bounds those.
+        routing: of the model, to have the engines report the routed experts of every token.
     """
 
     def __init__(
@@ -113,8 +122,10 @@ class EngineClient:
         token: str,
         list_engines: Callable[[], Awaitable[Sequence[EngineInfo]]],
         max_retries: int = 5,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.limits = limits
+        self._routing = routing
         self._headers = {"Authorization": f"Bearer {token}"}
         self._list_engines = list_engines
         self._max_retries = max_retries
@@ -232,6 +243,8 @@ class EngineClient:
         body = {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
         if truncated:
             body["return_sampling_mask"] = True
+        if self._routing is not None:
+            body["return_routed_experts"] = True
         self._in_flight[engine.id] += 1
         try:
             async with self._http.post(f"{engine.url}/generate", json=body) as response:
@@ -239,7 +252,11 @@ class EngineClient:
                     raise RequestRefused(f"engine {engine.id} refused a request: {(await response.text())[:500]}")
                 if response.status != 200:
                     raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
-                return _parse(await response.json(), engine.id, truncated)
+                answer = await response.json()
+                generation = _parse(answer, engine.id, truncated)
+                if self._routing is not None:
+                    generation = _routed(generation, answer, len(input_ids), self._routing)
+                return generation
         except aiohttp.ClientConnectorError as error:
             raise _AttemptFailed(f"cannot be reached: {error}", counts=False) from error
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
@@ -293,3 +310,19 @@ def _parse(answer: dict[str, Any], engine: str, truncated: bool) -> Generation:
     # JSON has no infinity: SGLang writes a log-probability of -inf as null.
     values = [-math.inf if value is None else float(value) for value in values]
     return Generation(token_ids, values, spans, reason, engine, support=support)
+
+
+def _routed(generation: Generation, answer: dict[str, Any], prompt_tokens: int, routing: RoutingShape) -> Generation:
+    """``generation`` with the routing of its tokens, or _AttemptFailed."""
+    report = answer["meta_info"].get("routed_experts")
+    if report is None:
+        if generation.finish_reason == "abort":  # while it waited to be computed anew: its tokens cannot be replayed
+            return Generation(finish_reason="abort", engine=generation.engine)
+        raise _AttemptFailed(
+            "reported no routed experts: algorithm.routing_replay needs SGLang's enable_return_routed_experts"
+        )
+    try:
+        experts = routing.decode(report, prompt_tokens + len(generation.token_ids) - 1)
+    except ValueError as error:
+        raise _AttemptFailed(f"answered {error}") from error
+    return replace(generation, routed_experts=experts)

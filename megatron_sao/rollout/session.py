@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_sao.config import RolloutConfig, SamplingConfig
+from megatron_sao.data.routing import continued
 from megatron_sao.data.trajectory import Support, Trajectory
 from megatron_sao.rollout.client import CONTEXT_MARGIN, EngineClient, Generation, RequestRefused
 
@@ -42,6 +43,7 @@ class Session:
         self.loss_mask: list[int] = []
         self.logprobs: list[float] = []
         self.rewards: list[float] = []
+        self.routed_experts: np.ndarray | None = None  # of all tokens up to the latest action's last but one
         self.support: list[list[int]] = []  # per action token, where sampling is truncated
         self.versions: list[tuple[str, int, int]] = []
         self.turns: list[tuple[str, int, int]] = []
@@ -139,7 +141,8 @@ class Session:
             token_ids=np.array(self.token_ids, np.int32), loss_mask=np.array(self.loss_mask, np.uint8),
             logprobs=np.array(self.logprobs, np.float32), rewards=np.array(self.rewards, np.float32),
             versions=self.versions, turns=self.turns, sampling=self._sampling.model_dump(), support=support,
-            routed_experts=None, truncated=self.truncated, failure=failure, metrics=metrics, created_at=time.time(),
+            routed_experts=self.routed_experts, truncated=self.truncated, failure=failure, metrics=metrics,
+            created_at=time.time(),
         )  # fmt: skip
 
     def _given(self, kind: str, token_ids: Sequence[int]) -> None:
@@ -164,6 +167,7 @@ class Session:
         self.loss_mask += [1] * count
         self.logprobs += action.logprobs
         self.support += action.support
+        self.routed_experts = continued(self.routed_experts, action.routed_experts)
         self.rewards += [0.0] * count
         self.versions += [(version, start + first, start + end) for version, first, end in action.versions]
         self.turns.append(("action", start, start + count))

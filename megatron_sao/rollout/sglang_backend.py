@@ -51,6 +51,7 @@ def sglang_command(config: RunConfig, port: int, model_path: Path, version: str)
         "dtype": config.model.dtype,
         "weight_version": version,
         "skip_tokenizer_init": True,  # token ids in, token ids out
+        "enable_return_routed_experts": config.algorithm.routing_replay,
         "log_level": "warning",  # at "info" every request costs a line
     }
     env = os.environ | {

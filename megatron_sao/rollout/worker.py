@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable, Lease, buffer_address
 from megatron_sao.config import ConfigError, RunConfig, SamplingConfig
+from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import Task
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
@@ -54,7 +55,8 @@ async def _work(config: RunConfig, worker_id: str) -> None:
     buffer = AsyncBufferClient(url, token)
     limits = ModelLimits.of(config.model.path, config.engine.sglang.get("context_length"))
     try:
-        async with EngineClient(limits, token, buffer.engines, config.rollout.max_retries) as engine:
+        routing = replayed_routing(config)
+        async with EngineClient(limits, token, buffer.engines, config.rollout.max_retries, routing) as engine:
             player = Player(config, engine, load_tokenizer(config.model.path))
             await Worker(config, worker_id, buffer, player).run()
     finally:

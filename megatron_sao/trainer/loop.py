@@ -20,7 +20,7 @@ from megatron_sao.trainer.metrics import MetricsWriter, Stopwatch
 from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
-from megatron_sao.trainer.source import BatchSource, Demonstrations, check_sampling, permute_rewards
+from megatron_sao.trainer.source import BatchSource, Demonstrations, check_routing, check_sampling, permute_rewards
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
@@ -55,6 +55,7 @@ class Stage:
             self.world.sequence_multiple,
             self.world.device,
             self.world.count_multiple,
+            self.config.algorithm.routing_replay,
         )
 
     def save(self, stage: str, step: int) -> None:
@@ -171,6 +172,8 @@ def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Sto
     """
     algorithm, settings = stage.config.algorithm, stage.config.rl
     check_sampling(trajectories, stage.config.rollout.sampling)
+    if algorithm.routing_replay:
+        check_routing(trajectories)
     if algorithm.permute_rewards:
         trajectories = permute_rewards(trajectories, seed=stage.config.seed * 1_000_003 + step)
     share = -(-len(trajectories) // settings.minibatches)

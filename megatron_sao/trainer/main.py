@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from megatron_sao.algorithm import RunningMeanBaseline
 from megatron_sao.buffer.client import BufferClient, buffer_address
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
+from megatron_sao.data.routing import RoutingShape, replayed_routing
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
@@ -61,13 +62,15 @@ class Run:
     def __init__(self, config: RunConfig, run_dir: Path, batches_dir: Path | None, backend: Backend) -> None:
         self.config, self.run_dir, self.backend = config, run_dir, backend
         self.model = read_hf_model(config.model.path)
+        replayed_routing(config)  # raises for a dense model
         self.world = World.current(backend.device, config.parallel)
         self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
         self.recorded = None
         if batches_dir is not None:
             limits = self.model.vocab_size, config.rollout.max_tokens
-            self.recorded = RecordedSource(batches_dir, *limits, config.rl.group_size)
+            routing = RoutingShape.of(config.model.path)
+            self.recorded = RecordedSource(batches_dir, *limits, config.rl.group_size, routing)
         self.incarnation: int | None = None
         self._connect()
 

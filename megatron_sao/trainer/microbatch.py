@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_sao.data.packing import pack
 from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.models.routing import RoutedSeqParams
 
 
 @dataclass
@@ -29,6 +29,7 @@ class MicroBatch:
         tokens, position_ids, labels: int64 [1, T].
         loss_mask: bool [T]; rollout_logprobs, rewards: float32 [T]; see the module's docstring.
         support: int64 [T, K], the ids that truncated sampling could have drawn, filled up with -1; else None.
+        routed_experts: int16 [T, MoE layers, top_k] for routing replay, -1 where the engine did not route; else None.
         cu_seqlens: int32 [n + 1] over trajectories and, where T had to be padded, one sequence of padding.
         values, advantages, returns, old_logprobs: float32 [T], filled in by the step.
         value_mask: bool [T], where values are trained; ``loss_mask`` except under plain GAE.
@@ -43,6 +44,7 @@ class MicroBatch:
     rewards: torch.Tensor
     cu_seqlens: torch.Tensor
     support: torch.Tensor | None = None
+    routed_experts: torch.Tensor | None = None
     values: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -58,14 +60,17 @@ class MicroBatch:
         return int(self.loss_mask.sum())
 
     @property
-    def packed_seq_params(self) -> PackedSeqParams:
+    def packed_seq_params(self) -> RoutedSeqParams:
         longest = int(self.cu_seqlens.diff().max())
-        return PackedSeqParams(
+        tokens = sum(t.num_tokens for t in self.trajectories)
+        return RoutedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_kv=self.cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
+            real_tokens=torch.arange(self.num_tokens, device=self.tokens.device) < tokens,
+            routed_experts=self.routed_experts,
         )
 
     def spans(self) -> list[tuple[int, int]]:
@@ -91,6 +96,7 @@ def build_microbatches(
     multiple: int,
     device: torch.device,
     count_multiple: int = 1,
+    routing_replay: bool = False,
 ) -> list[MicroBatch]:
     """This data-parallel rank's share of a batch.
 
@@ -99,12 +105,14 @@ def build_microbatches(
         max_tokens: bound on a micro-batch; a longer trajectory gets one of its own.
         multiple: T is padded to a multiple of it (sequence parallelism splits T over ranks).
         count_multiple: so is the number of micro-batches, with dummies (the interleaved schedule needs it).
+        routing_replay: whether to carry the trajectories' ``routed_experts``.
     """
     plan = pack([t.num_tokens for t in trajectories], data_size, max_tokens, count_multiple)
-    return [_pack([trajectories[i] for i in members], multiple, device) for members in plan[data_rank]]
+    share = [[trajectories[i] for i in members] for members in plan[data_rank]]
+    return [_pack(members, multiple, device, routing_replay) for members in share]
 
 
-def _pack(trajectories: list[Trajectory], multiple: int, device: torch.device) -> MicroBatch:
+def _pack(trajectories: list[Trajectory], multiple: int, device: torch.device, routing_replay: bool) -> MicroBatch:
     lengths = [t.num_tokens for t in trajectories]
     total = max(sum(lengths), 1)
     padding = -(-total // multiple) * multiple - sum(lengths)
@@ -130,7 +138,22 @@ def _pack(trajectories: list[Trajectory], multiple: int, device: torch.device) -
         rewards=packed([t.rewards for t in trajectories], torch.float32, shift=True),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device),
         support=_packed_support(trajectories, loss_mask),
+        routed_experts=_packed_experts(trajectories, len(loss_mask), device) if routing_replay else None,
     )
+
+
+def _packed_experts(trajectories: list[Trajectory], length: int, device: torch.device) -> torch.Tensor | None:
+    """Routing belongs to the token that is routed, so that nothing is shifted here."""
+    recorded = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if not recorded:
+        return None
+    experts = np.full((length, *recorded[0].shape[1:]), -1, np.int16)
+    start = 0
+    for trajectory in trajectories:
+        if trajectory.routed_experts is not None:
+            experts[start : start + len(trajectory.routed_experts)] = trajectory.routed_experts
+        start += trajectory.num_tokens
+    return torch.from_numpy(experts).to(device)
 
 
 def _packed_support(trajectories: list[Trajectory], loss_mask: torch.Tensor) -> torch.Tensor | None:

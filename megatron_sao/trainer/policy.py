@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 from megatron_sao.config import AlgorithmConfig
+from megatron_sao.models.routing import attach_expert_choice, expert_load
 from megatron_sao.trainer.logprobs import linear_logprobs, linear_support_logprobs
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.policy_loss import POLICY_KEYS, policy_loss, policy_metrics
@@ -26,6 +27,7 @@ class Policy:
 
     def __init__(self, trainable: Trainable, vocab_size: int, temperature: float) -> None:
         self.trainable, self._vocab_size, self._temperature = trainable, vocab_size, temperature
+        self._choices = attach_expert_choice(trainable.chunks)
         self._pushed: list[torch.Tensor] | None = None
         self.pushed_label: str | None = None
 
@@ -49,7 +51,7 @@ class Policy:
             "train/policy_grad_norm": stats["grad_norm"],
             "train/policy_lr": self.trainable.learning_rate,
             "train/action_tokens": stats["denominator"],
-        }
+        } | expert_load(self._choices, self.trainable.config)
 
     def step(
         self, minibatches: list[list[MicroBatch]], algorithm: AlgorithmConfig, own_versions: Collection[str]
@@ -75,7 +77,8 @@ class Policy:
 
         self._fill_old_logprobs(minibatches, algorithm)
         steps = [self.trainable.train_step(batch, step, POLICY_KEYS) for batch in minibatches]
-        return policy_metrics(steps, algorithm) | {"train/policy_lr": self.trainable.learning_rate}
+        load = expert_load(self._choices, self.trainable.config)
+        return policy_metrics(steps, algorithm) | load | {"train/policy_lr": self.trainable.learning_rate}
 
     def remember_pushed(self, label: str) -> None:
         """Note that the engines have just been given the current weights, as ``label``: ``pi_old: latest_pushed``."""

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_sao.buffer.client import BufferClient
 from megatron_sao.config import ConfigError, SamplingConfig
 from megatron_sao.data.batches import BatchesError, RecordedBatches
+from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.fleet import EngineFleet
@@ -50,11 +51,15 @@ class RecordedSource:
         vocab_size: of the model that trains.
         max_tokens: ``rollout.max_tokens``.
         group_size: ``rl.group_size``.
+        routing: of the model that trains; None if it has no routed experts.
     """
 
-    def __init__(self, directory: Path, vocab_size: int, max_tokens: int, group_size: int) -> None:
+    def __init__(
+        self, directory: Path, vocab_size: int, max_tokens: int, group_size: int, routing: RoutingShape | None = None
+    ) -> None:
         self._recorded = RecordedBatches(directory)
         self._vocab_size, self._max_tokens, self._group_size = vocab_size, max_tokens, group_size
+        self._routing = routing
         self.version = None
 
     def end(self, stage: str, first_step: int) -> int:
@@ -90,7 +95,7 @@ class RecordedSource:
 
     def _checked(self, trajectory: Trajectory, path: Path) -> Trajectory:
         try:
-            return trajectory.validate(self._vocab_size, self._max_tokens)
+            return trajectory.validate(self._vocab_size, self._max_tokens, self._routing)
         except TrajectoryError as error:
             raise BatchesError(
                 f"{path} is no trajectory of this run: {error}; train with the model and the rollout.max_tokens it was "
@@ -212,6 +217,20 @@ def check_sampling(trajectories: list[Trajectory], sampling: SamplingConfig) -> 
             raise ConfigError(
                 f"trajectory {trajectory.id!r} was sampled {'with' if trajectory.support else 'without'} a recorded "
                 f"support, but rollout.sampling.top_k = {sampling.top_k}; train with the sampling it was made with"
+            )
+
+
+def check_routing(trajectories: list[Trajectory]) -> None:
+    """Refuse trajectories whose routing cannot be replayed, because nobody recorded it.
+
+    Raises:
+        ConfigError: names the trajectory.
+    """
+    for trajectory in trajectories:
+        if trajectory.routed_experts is None and trajectory.num_action_tokens:
+            raise ConfigError(
+                f"trajectory {trajectory.id!r} has no routed_experts, but algorithm.routing_replay = true: it was "
+                "sampled without; set routing_replay to false"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,13 @@ def grouped_batch() -> list[Trajectory]:
         support = [[id for id in range(VOCAB_SIZE) if id != (token + 1) % VOCAB_SIZE] for token in actions]
         batch.append(replace(trajectory, group=f"g{index // 3}", support=Support.of(support)))
     return batch
+
+
+def routed_batch() -> list[Trajectory]:
+    """With two experts at random in each of the model's three MoE layers, for every token but the last."""
+    rng = np.random.default_rng(4)
+    pairs = np.array(list(permutations(range(4), 2)), np.uint8)
+    return [replace(t, routed_experts=pairs[rng.integers(0, 12, (t.num_tokens - 1, 3))]) for t in mixed_batch()]
 
 
 def without_actions(name: str, length: int) -> Trajectory:

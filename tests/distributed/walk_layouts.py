@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
-from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step
+from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step, routed_batch
 from tests.distributed.offline import offline_config
 from tests.tiny_models import VOCAB_SIZE
 
@@ -44,8 +44,9 @@ KINDS = {  # of a step: its batch, and how its config differs from the plain one
     "lopsided": (lopsided_batch, {}),
     "baseline": (grouped_batch, BASELINE),
     "recompute": (mixed_batch, {}),
+    "replay": (routed_batch, {"algorithm": {"eps_low": 0.8, "eps_high": 3.0, "routing_replay": True}}),
 }
-RECOMPUTED = ("tp2", "pp2", "tp2_pp2")
+RECOMPUTED = ("tp2", "pp2", "tp2_pp2")  # "replay" too
 
 
 def steps(world_size: int) -> list[tuple[str, str]]:
@@ -60,7 +61,7 @@ def main(model: Path, out: Path) -> None:
         sizes = LAYOUTS[layout]
         batch, sections = KINDS[kind]
         parallel = sizes | {"nproc_per_node": sizes["world_size"], "max_tokens_per_microbatch": 64}
-        recompute = "full" if kind == "recompute" else "none"
+        recompute = "full" if kind in ("recompute", "replay") and layout in RECOMPUTED else "none"
         sections = sections | {"parallel": parallel, "model": {"path": str(model), "recompute": recompute}}
         config = offline_config(model, parallel=parallel)
         if backend is None:

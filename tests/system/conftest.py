@@ -25,14 +25,15 @@ def glm4_moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "glm4_moe"
     config = Glm4MoeConfig(
         vocab_size=len(CHARACTERS), hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16, n_routed_experts=8,
         num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
         use_qk_norm=True, partial_rotary_factor=0.5, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
         pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=0.2, dtype="float32",
     )  # fmt: skip
     torch.manual_seed(0)
     model = Glm4MoeForCausalLM(config).float()
-    torch.nn.init.uniform_(model.model.layers[1].mlp.gate.e_score_correction_bias, -0.2, 0.2)
+    for layer in model.model.layers[1:]:
+        torch.nn.init.uniform_(layer.mlp.gate.e_score_correction_bias, -0.2, 0.2)
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({character: index for index, character in enumerate(CHARACTERS)}, "_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -45,7 +46,7 @@ def glm4_moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One real server, started by the product's own command; killed at the end even if tests fail."""
     os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
-    config = run_config(glm4_moe_path)
+    config = run_config(glm4_moe_path, algorithm={"routing_replay": True})
     port = free_port("127.0.0.1")
     argv, env = sglang_command(config, port, glm4_moe_path, INITIAL_VERSION)
     process = SupervisedProcess("sglang", argv, env, tmp_path_factory.mktemp("logs"))

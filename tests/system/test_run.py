@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def write_config(directory: Path, tiny: Path, **rl: Any) -> Path:
+def write_config(directory: Path, tiny: Path, routing_replay: bool = False, **rl: Any) -> Path:
     """The demo's config, cut down to seconds: no cold start, a few small steps."""
     demo = Path(__file__).parents[2] / "model_configs" / "tiny_glm4_moe.yaml"
     config = yaml.safe_load(demo.read_text())
@@ -40,6 +40,7 @@ def write_config(directory: Path, tiny: Path, **rl: Any) -> Path:
     config["data"] = {name: str(tiny / f"{name}.jsonl") for name in ("train", "eval", "sft")}
     config["sft"]["steps"] = 2
     config["value"] |= {"steps": 1, "batch_size": 16}
+    config["algorithm"]["routing_replay"] = routing_replay
     config["rl"] |= {"steps": STEPS, "batch_size": 16} | rl
     config["eval"] |= {"prompts": EVAL_PROMPTS, "every": 3}
     config["checkpoint"] = {"save_interval": 2, "keep": 2}
@@ -87,7 +88,7 @@ def documented_metrics(section: str) -> set[str]:
 
 def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    launcher = start(write_config(tmp_path, tiny, max_staleness=2), run_dir)
+    launcher = start(write_config(tmp_path, tiny, routing_replay=True, max_staleness=2), run_dir)
     wait_for(lambda: steps_done(run_dir), launcher, 240, "first step")
     family = descendants(launcher)
     output, _ = launcher.communicate(timeout=240)

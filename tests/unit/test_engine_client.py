@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import math
 import sys
@@ -12,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 from aiohttp import web
 
 from megatron_sao.buffer.client import BufferError, EngineInfo, Lease
 from megatron_sao.config import ConfigError, EngineConfig, RunConfig, SamplingConfig, parse_config
+from megatron_sao.data.routing import RoutingShape
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout import engine as sidecar
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits, RequestRefused
@@ -68,7 +71,9 @@ class FakeEngine:
         await runner.cleanup()
 
 
-def with_engines(engines: list[FakeEngine], use: Callable[..., Awaitable[Any]], max_retries: int = 2) -> Any:
+def with_engines(
+    engines: list[FakeEngine], use: Callable[..., Awaitable[Any]], max_retries: int = 2, **options: Any
+) -> Any:
     """Run ``use(client, registry)``; ``registry`` is the list the client sees."""
 
     async def run() -> Any:
@@ -81,7 +86,7 @@ def with_engines(engines: list[FakeEngine], use: Callable[..., Awaitable[Any]], 
             async def listed() -> list[EngineInfo]:
                 return list(registry)
 
-            async with EngineClient(LIMITS, "token", listed, max_retries) as client:
+            async with EngineClient(LIMITS, "token", listed, max_retries, **options) as client:
                 result = await use(client, registry)
             for context in contexts:
                 await context.__aexit__(None, None, None)
@@ -157,6 +162,50 @@ def test_a_log_probability_of_null_over_the_support_is_minus_infinity():
     engine = FakeEngine("a", truncated([4, 5], [[4], [5]], output_token_sampling_logprobs=[None, -0.5]))
     answer = with_engines([engine], lambda client, _: client.generate([1], SamplingConfig(top_k=2), 2, []))
     assert answer.logprobs == [-math.inf, -0.5]
+
+
+ROUTING = RoutingShape(num_layers=2, moe_layers=(1,), top_k=2, num_experts=8)
+
+
+def routed(ids: list[int], expert: int, reason: str = "stop", rows: int | None = None) -> Answer:
+    """As SGLang answers ``return_routed_experts``; every token of the request went to ``expert`` and the one after."""
+
+    def answer(body: dict[str, Any]) -> web.Response:
+        logprobs = [[-0.5, token, None] for token in ids]
+        meta = {
+            "output_token_logprobs": logprobs, "weight_versions": [{"version": "1.0", "start": 0, "end": len(ids)}],
+            "finish_reason": {"type": reason},
+        }  # fmt: skip
+        tokens = len(body["input_ids"]) + len(ids) - 1 if rows is None else rows
+        if tokens:
+            report = np.tile(np.array([[0, 0], [expert, expert + 1]], "<i4"), (tokens, 1, 1))
+            meta["routed_experts"] = base64.b64encode(report.tobytes()).decode()
+        return web.json_response({"output_ids": ids, "meta_info": meta})
+
+    return answer
+
+
+def test_routing_covers_the_whole_turn_and_each_token_keeps_that_of_the_request_it_was_sampled_in():
+    lost = routed([7], 0, "abort", rows=0)  # aborted while it waited to be computed anew: nothing to replay
+    engine = FakeEngine("a", routed([4, 5], 1, "abort"), lost, routed([6, 9], 3))
+    answer = with_engines([engine], lambda client, _: turn(client), routing=ROUTING)
+    assert answer.token_ids == [4, 5, 6, 9]
+    assert answer.routed_experts.tolist() == [[[1, 2]]] * 4 + [[[3, 4]]] * 2
+    assert all(body["return_routed_experts"] for body in engine.bodies)
+    assert answer.retries == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (generated([4]), "reported no routed experts: .* needs SGLang's enable_return_routed_experts"),
+        (routed([4], 1, rows=2), r"answered 32 bytes of routed experts for 3 tokens, 2 layers and top 2: 48 are due"),
+        (routed([4], 7), r"answered routed experts 7 to 8 outside \[0, 8\)"),
+    ],
+)
+def test_routing_that_does_not_fit_is_a_failed_attempt(answer, message):
+    with pytest.raises(EngineError, match=message):
+        with_engines([FakeEngine("a", answer)], lambda client, _: turn(client), max_retries=0, routing=ROUTING)
 
 
 def test_retries_are_bounded_and_the_error_says_what_happened():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,15 @@ def test_tokens_masks_versions_and_turns_are_recorded_at_absolute_positions():
     assert trajectory.versions == [("1.0", 2, 4), ("1.1", 4, 5), ("1.1", 7, 8)]
     assert trajectory.turns == [("prompt", 0, 2), ("action", 2, 5), ("observation", 5, 7), ("action", 7, 8)]
     assert trajectory.metrics["engine_retries"] == 2 and trajectory.metrics["turns"] == 2
+
+
+def test_the_routing_of_the_turn_that_sampled_a_token_is_recorded():
+    """The second request covers the first one's tokens again, computed anew under other weights."""
+    reports = [np.full((tokens, 1, 2), turn, np.uint8) for turn, tokens in enumerate((4, 7))]
+    turns = [replace(turn, routed_experts=report) for turn, report in zip((TURN_1, TURN_2), reports, strict=True)]
+    played = session(ScriptedEngine(*turns))
+    play_two_turns(played)
+    assert record(played).routed_experts[:, 0, 0].tolist() == [0] * 4 + [1] * 3
 
 
 def test_a_turns_reward_and_the_terminal_reward_sit_on_last_action_tokens():

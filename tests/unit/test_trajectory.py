@@ -13,8 +13,9 @@ def repacked(**changes):
     return msgpack.packb({key: value for key, value in message.items() if value != "REMOVE"})
 
 
-def test_a_decoded_trajectory_equals_the_encoded_one_in_every_field():
-    sent = make_trajectory(routed_experts=np.arange(12, dtype=np.int32).reshape(6, 1, 2), group="g")
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_decoded_trajectory_equals_the_encoded_one_in_every_field(dtype):
+    sent = make_trajectory(routed_experts=np.arange(12, dtype=dtype).reshape(6, 1, 2), group="g")
     received = Trajectory.decode(sent.encode())
     for name, value in vars(sent).items():
         if isinstance(value, np.ndarray):
@@ -158,7 +159,8 @@ def test_versions_may_go_back_after_a_failover():
         (repacked(logprobs=b"123"), "logprobs: expected raw bytes"),
         (repacked(versions=[["1.0", 2, 4], ["1.0", 4]]), r"versions\[1\]"),
         (repacked(turns=7), "turns: expected a list"),
-        (repacked(routed_experts=[[2], b"\0\0\0\0"]), "routed_experts: shape"),
+        (repacked(routed_experts=["|u1", [2], b"\0\0\0\0"]), "routed_experts: shape"),
+        (repacked(routed_experts=["<i4", [1], b"\0\0\0\0"]), r"routed_experts: expected null or \[\|u1 or <u2"),
         (repacked(routed_experts=[b""]), "routed_experts: expected"),
     ],
 )
