@@ -61,3 +61,25 @@ def test_a_run_on_recorded_batches_trains_on_cuda(world, tmp_path: Path) -> None
     metrics = read_metrics(tmp_path)
     assert ("rl", RL_STEPS - 1) in metrics
     assert 0 < metrics["rl", 0]["train/policy_grad_norm"] < 100
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_log_probabilities_and_their_gradients_on_cuda_equal_float64s(dtype, tolerance, world) -> None:
+    from megatron_sao.trainer.logprobs import linear_logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1500, 64, generator=generator), torch.randn(9000, 64, generator=generator) / 8
+    labels = torch.randint(9000, (1500,), generator=generator)
+    leaves = [tensor.to(world.device, dtype).requires_grad_() for tensor in (hidden, weight)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    values, entropy = linear_logprobs(*leaves, labels.to(world.device), 1.0, 9000)
+    assert values.dtype == entropy.dtype == torch.float32
+    values.sum().backward()
+    expected = (exact[0] @ exact[1].T).log_softmax(-1)
+    chosen = expected.gather(1, labels.to(world.device)[:, None])[:, 0]
+    chosen.sum().backward()
+    torch.testing.assert_close(values.double(), chosen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+    for leaf, reference in zip(leaves, exact, strict=True):
+        difference = (leaf.grad.double() - reference.grad).norm() / reference.grad.norm()
+        assert difference <= tolerance
