@@ -73,13 +73,15 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam with linear warm-up to ``lr`` and linear decay to ``lr * min_lr_ratio`` over the stage's steps."""
+    """Adam with decoupled weight decay, or SGD without momentum, with linear warm-up to ``lr`` and linear decay to
+    ``lr * min_lr_ratio`` over the stage's steps."""
 
+    name: Literal["adam", "sgd"] = "adam"
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     decay: Literal["constant", "linear"] = "constant"
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1)  # this and the next two: of Adam alone
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -299,6 +301,22 @@ class RunConfig(Section):
         for sentence, refused in refusals.items():
             if refused:
                 raise ValueError(sentence)
+        return self
+
+    @model_validator(mode="after")
+    def _distributed_optimizer_is_adam(self) -> RunConfig:
+        optimizers = {
+            "sft.optimizer": self.sft.optimizer,
+            "value.optimizer": self.value.optimizer,
+            "rl.policy_optimizer": self.rl.policy_optimizer,
+            "rl.critic_optimizer": self.rl.critic_optimizer,
+        }
+        for field, optimizer in optimizers.items():
+            if self.parallel.distributed_optimizer and optimizer.name != "adam":
+                raise ValueError(
+                    f"parallel.distributed_optimizer = true with {field}.name = {optimizer.name}: Megatron distributes "
+                    "the state of Adam alone; set one of them to false or adam"
+                )
         return self
 
     @model_validator(mode="after")

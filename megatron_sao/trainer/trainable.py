@@ -34,8 +34,9 @@ class Trainable:
         chunks: bare models, one per virtual pipeline stage. Parameters without ``requires_grad`` get neither gradient
             buffer nor optimizer state.
         config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
-        optimizer: learning rate and Adam's settings.
+        optimizer: which one, its settings and the learning rate's.
         total_steps: optimizer steps of the stage, over which the learning rate decays.
+        distributed_optimizer: split the optimizer's state over data-parallel ranks.
     """
 
     def __init__(
@@ -67,13 +68,12 @@ class Trainable:
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments and step count, in place: fp32 main weights and schedule stay as they are."""
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in self.optimizer.chained_optimizers:
             for state in optimizer.optimizer.state.values():
                 for value in state.values():
                     value.zero_()
             for group in optimizer.optimizer.param_groups:
-                if "step" in group:  # where Transformer Engine's Adam keeps its count
-                    group["step"] = 0
+                group["step"] = 0
 
     def reload_main_parameters(self) -> None:
         """Take over weights that were written into the model after the optimizer was built (its fp32 main copies)."""
@@ -83,7 +83,8 @@ class Trainable:
         s = self._settings
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
-                optimizer="adam",
+                optimizer=s.name,
+                sgd_momentum=0.0,
                 lr=s.lr,
                 min_lr=s.lr * s.min_lr_ratio,
                 adam_beta1=s.beta1,

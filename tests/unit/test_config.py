@@ -80,6 +80,10 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
             "rollout.sampling.top_k=5000",
             "rollout.sampling.top_k = 5000, but the engines report supports of at most 4096",
         ),
+        (
+            "{parallel: {distributed_optimizer: true}, value: {optimizer: {name: sgd}}}",
+            "parallel.distributed_optimizer = true with value.optimizer.name = sgd",
+        ),
         ("engine.sglang.sampling_mask_max_tokens=many", "engine.sglang.sampling_mask_max_tokens = 'many'"),
     ],
 )
