@@ -38,8 +38,7 @@ def sharded_optimizer_state(
         groups = part.optimizer.state_dict()["param_groups"]
         _with_groups(part, state)["param_groups"] = LocalNonpersistentObject(groups)
         if isinstance(part, DistributedOptimizer):
-            bf16 = part.config.bf16
-            state["param_state"] = {i: _as_plain(t, bf16, loading) for i, t in state["param_state"].items()}
+            state["param_state"] = _as_plain(part, state["param_state"])
             state["param_state_sharding_type"] = LocalNonpersistentObject(state["param_state_sharding_type"])
         if isinstance(part, Float16OptimizerWithFloat16Params):  # lists would close up over a group without parameters
             groups = state["fp32_from_fp16_params"]
@@ -49,7 +48,7 @@ def sharded_optimizer_state(
 
 
 def load_optimizer_state(trainable: Trainable, loaded: dict[str, Any]) -> None:
-    """Take over what was loaded into :func:`sharded_optimizer_state`."""
+    """Take over what was loaded into :func:`sharded_optimizer_state`, after the model has taken over its weights."""
     for index, part in enumerate(trainable.optimizer.chained_optimizers):
         state = loaded["parts"][index]
         inner = _with_groups(part, state)
@@ -75,12 +74,16 @@ def _with_groups(part: MegatronOptimizer, state: dict[str, Any]) -> dict[str, An
     return state if isinstance(part, FP32Optimizer) else state["optimizer"]
 
 
-def _as_plain(tensors: dict[str, Sharded], bf16: bool, loading: bool) -> dict[str, Sharded]:
-    """One parameter's state under the distributed optimizer, in the form of the plain optimizers."""
-    main = tensors["param"]
-    name = main.key.removeprefix(_DISTRIBUTED)
-    if bf16:
-        return tensors | {"param": replace(main, key=_PLAIN + name)}
-    if loading:  # in float32 the main weights are the weights, which are saved with the model
-        return tensors | {"param": replace(main, key=name, replica_id=1)}
-    return {key: tensor for key, tensor in tensors.items() if key != "param"}
+def _as_plain(part: DistributedOptimizer, state: dict[int, dict[str, Sharded]]) -> dict[int, dict[str, Any]]:
+    """The distributed optimizer's state per parameter, its main weights as the plain optimizers have them: in bfloat16
+    under another name, in float32 not at all, since there they are the weights, which are saved with the model."""
+    params = [param for buffer in part.buffers for param in buffer.param_index_map]  # the order of ``state``
+    out: dict[int, dict[str, Any]] = {}
+    for (index, tensors), param in zip(state.items(), params, strict=True):
+        main = tensors["param"]
+        if part.config.bf16:
+            name = main.key.removeprefix(_DISTRIBUTED)
+            out[index] = tensors | {"param": replace(main, key=_PLAIN + name)}
+        else:
+            out[index] = tensors | {"param": LocalNonpersistentObject(param.data)}
+    return out
