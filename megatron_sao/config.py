@@ -315,7 +315,7 @@ class RunConfig(Section):
             if self.parallel.distributed_optimizer and optimizer.name != "adam":
                 raise ValueError(
                     f"parallel.distributed_optimizer = true with {field}.name = {optimizer.name}: Megatron distributes "
-                    "the state of Adam alone; set one of them to false or adam"
+                    "the state of Adam alone; set the former to false or the latter to adam"
                 )
         return self
 

@@ -136,8 +136,8 @@ class Checkpoints:
             loaded, left, lacking = dist_checkpointing.load(state, str(path), strict=StrictHandling.RETURN_ALL)
         except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
             raise CheckpointError(
-                f"cannot load the checkpoint {path} ({error}): it is damaged, or this run has another config than the one "
-                f"it was made with ({_DECIDED_BY})"
+                f"cannot load the checkpoint {path} ({error}): it is damaged, or this run has another config than the "
+                f"one it was made with ({_DECIDED_BY})"
             ) from error
         if lacking:
             raise CheckpointError(

@@ -80,10 +80,6 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
             "rollout.sampling.top_k=5000",
             "rollout.sampling.top_k = 5000, but the engines report supports of at most 4096",
         ),
-        (
-            "{parallel: {distributed_optimizer: true}, value: {optimizer: {name: sgd}}}",
-            "parallel.distributed_optimizer = true with value.optimizer.name = sgd",
-        ),
         ("engine.sglang.sampling_mask_max_tokens=many", "engine.sglang.sampling_mask_max_tokens = 'many'"),
     ],
 )
@@ -96,6 +92,12 @@ def test_an_error_names_the_field_the_value_and_the_remedy(path, override, messa
 def test_engines_that_report_larger_supports_allow_a_larger_top_k(path):
     overrides = ["rollout.sampling.top_k=5000", "engine.sglang.sampling_mask_max_tokens=5000"]
     assert load_config(path, overrides).rollout.sampling.top_k == 5000
+
+
+def test_the_distributed_optimizer_is_refused_for_sgd(path):
+    overrides = ["parallel.distributed_optimizer=true", "value.optimizer.name=sgd"]
+    with pytest.raises(ConfigError, match=r"distributed_optimizer = true with value\.optimizer\.name = sgd.*adam"):
+        load_config(path, overrides)
 
 
 @pytest.mark.parametrize("study", ["study.yaml", "tuning.yaml"])
