@@ -50,6 +50,7 @@ class ParallelConfig(Section):
     nproc_per_node: PositiveInt = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    offload_optimizer: bool = False  # main weights and moments wait in host memory between optimizer steps; bfloat16
     max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
 
     @model_validator(mode="after")
@@ -292,6 +293,10 @@ class RunConfig(Section):
             f"algorithm.pi_old = {algorithm.pi_old} with algorithm.policy_loss = dis, which has no old policy: leave "
             "pi_old out, or set policy_loss to ppo_clip": (
                 algorithm.pi_old != "recomputed" and algorithm.policy_loss == "dis"
+            ),
+            "parallel.offload_optimizer = true with model.dtype = float32, where the main weights are the model's own "
+            "and cannot leave; set it to false or model.dtype to bfloat16": (
+                self.parallel.offload_optimizer and self.model.dtype == "float32"
             ),
             f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
             f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (

@@ -143,7 +143,7 @@ class Run:
     def _trainable(
         self, chunks: list[GPTModel], config: TransformerConfig, optimizer: OptimizerConfig, steps: int
     ) -> Trainable:
-        return Trainable(chunks, config, optimizer, steps, self.config.parallel.distributed_optimizer)
+        return Trainable(chunks, config, optimizer, steps, self.config.parallel)
 
     def _restore(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
         """Weights from the newest checkpoint, else from ``model.path``; optimizers when it was taken at ``position``.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_sao.models.backend import Backend
@@ -20,12 +21,12 @@ pytestmark = pytest.mark.distributed
 LR = 1e-6
 
 
-def stage(model: Path, run_dir: Path, world: Backend, distributed: bool) -> Stage:
+def stage(model: Path, run_dir: Path, world: Backend, distributed: bool, offload: bool = False) -> Stage:
     config = offline_config(
         model,
         model={"path": str(model), "dtype": "bfloat16"},
         rl={"steps": 2, "policy_optimizer": {"lr": LR}, "critic_optimizer": {"lr": LR}},
-        parallel={"distributed_optimizer": distributed},
+        parallel={"distributed_optimizer": distributed, "offload_optimizer": offload},
     )
     return Run(config, run_dir, write_batches(run_dir / "batches"), world)._rl_stage(0)
 
@@ -74,3 +75,35 @@ def test_router_logits_log_probabilities_and_values_are_float32(
     for router_logits in logits:
         assert router_logits.dtype == torch.float32
         assert not torch.equal(router_logits, router_logits.bfloat16().float()), "computed in bfloat16"
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_nothing_but_the_optimizers_step_touches_a_state_that_is_offloaded(
+    distributed: bool, world: Backend, glm4_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron moves what lies on a GPU; here what is away is set to NaN instead."""
+    away: dict[torch.Tensor, torch.Tensor] = {}
+
+    def tensors(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+        states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        return [p for group in optimizer.optimizer.param_groups for p in group["params"]] + states
+
+    def offload(optimizer: MegatronOptimizer) -> None:
+        for tensor in tensors(optimizer):
+            away[tensor] = tensor.data
+            tensor.data = torch.full_like(tensor, float("nan"))
+
+    def restore(optimizer: MegatronOptimizer) -> None:
+        for tensor in tensors(optimizer):
+            if tensor in away:
+                tensor.data = away.pop(tensor)
+
+    monkeypatch.setattr(MegatronOptimizer, "offload_to_cpu", offload)
+    monkeypatch.setattr(MegatronOptimizer, "restore_from_cpu", restore)
+    stages = [stage(glm4_moe, tmp_path / str(o), world, distributed, o) for o in (False, True)]
+    for step in range(2):
+        kept, offloaded = (sao_step(s, step, mixed_batch(), Stopwatch()) for s in stages)
+        assert kept == offloaded
+    assert away
+    pairs = zip(*(s.policy.trainable.chunks[0].parameters() for s in stages), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

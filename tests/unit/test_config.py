@@ -67,6 +67,7 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
         ("parallel={tp: 2, world_size: 3}", "world_size=3 is not a multiple of tp·pp·cp=2"),
         ("rl={sync_interval: 4, max_staleness: 1}", "raise max_staleness to sync_interval - 1"),
         ("parallel={vpp: 2}", "vpp=2 needs pipeline parallelism"),
+        ("parallel.offload_optimizer=true", "parallel.offload_optimizer = true with model.dtype = float32"),
         ("parallel={ep: 4, world_size: 2}", "world_size=2 is not a multiple of etp·ep·pp=4"),
         ("algorithm.advantage=group", "rl.group_size = 1 with algorithm.advantage = 'group'"),
         ("rl={group_size: 4, batch_size: 8}", "rl.group_size = 4 with algorithm.advantage = 'critic'"),
