@@ -50,6 +50,7 @@ class ParallelConfig(Section):
     nproc_per_node: PositiveInt = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    offload_optimizer: bool = False  # main weights and moments wait in host memory between optimizer steps; bfloat16
     max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
 
     @model_validator(mode="after")
@@ -73,13 +74,15 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam with linear warm-up to ``lr`` and linear decay to ``lr * min_lr_ratio`` over the stage's steps."""
+    """Adam with decoupled weight decay, or SGD without momentum, with linear warm-up to ``lr`` and linear decay to
+    ``lr * min_lr_ratio`` over the stage's steps."""
 
+    name: Literal["adam", "sgd"] = "adam"
     lr: float = Field(1e-6, gt=0)
     warmup_steps: int = Field(0, ge=0)
     decay: Literal["constant", "linear"] = "constant"
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1)  # this and the next two: of Adam alone
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
@@ -296,6 +299,10 @@ class RunConfig(Section):
             f"algorithm.routing_replay with parallel.cp = {self.parallel.cp} is not implemented: use parallel.cp=1": (
                 algorithm.routing_replay and self.parallel.cp > 1
             ),
+            "parallel.offload_optimizer = true with model.dtype = float32, where the main weights are the model's own "
+            "and cannot leave; set it to false or model.dtype to bfloat16": (
+                self.parallel.offload_optimizer and self.model.dtype == "float32"
+            ),
             f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
             f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (
                 algorithm.pi_old == "latest_pushed" and self.checkpoint.save_interval % rl.sync_interval != 0
@@ -304,6 +311,22 @@ class RunConfig(Section):
         for sentence, refused in refusals.items():
             if refused:
                 raise ValueError(sentence)
+        return self
+
+    @model_validator(mode="after")
+    def _distributed_optimizer_is_adam(self) -> RunConfig:
+        optimizers = {
+            "sft.optimizer": self.sft.optimizer,
+            "value.optimizer": self.value.optimizer,
+            "rl.policy_optimizer": self.rl.policy_optimizer,
+            "rl.critic_optimizer": self.rl.critic_optimizer,
+        }
+        for field, optimizer in optimizers.items():
+            if self.parallel.distributed_optimizer and optimizer.name != "adam":
+                raise ValueError(
+                    f"parallel.distributed_optimizer = true with {field}.name = {optimizer.name}: Megatron distributes "
+                    "the state of Adam alone; set the former to false or the latter to adam"
+                )
         return self
 
     @model_validator(mode="after")

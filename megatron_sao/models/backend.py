@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_sao.config import ConfigError
+from megatron_sao.models.adam import bind_adam
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def start_backend(device: Literal["auto", "cpu", "cuda"], layers: Literal["nativ
         from megatron_sao.models.cpu import adapt_megatron
 
         adapt_megatron()
+    bind_adam()
     if layers == "native":
         from megatron_sao.models.spec import vectorise_packed_rotary
 

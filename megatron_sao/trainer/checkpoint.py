@@ -24,10 +24,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_sao.config import ConfigError
+from megatron_sao.trainer.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from megatron_sao.trainer.trainable import Trainable
 
 STAGES = ("sft", "value", "rl")
 _NAME = re.compile(r"^(sft|value|rl)-(\d+)$")
+_DECIDED_BY = "what has optimizer state depends on the optimizer's name, algorithm.critic_trainable and model.dtype"
 
 
 class CheckpointError(ConfigError):
@@ -133,18 +135,20 @@ class Checkpoints:
         try:
             loaded, left, lacking = dist_checkpointing.load(state, str(path), strict=StrictHandling.RETURN_ALL)
         except (OSError, ValueError, KeyError, RuntimeError, CheckpointException) as error:
-            raise CheckpointError(f"cannot load the checkpoint {path}: {error}") from error
+            raise CheckpointError(
+                f"cannot load the checkpoint {path} ({error}): it is damaged, or this run has another config than the "
+                f"one it was made with ({_DECIDED_BY})"
+            ) from error
         if lacking:
             raise CheckpointError(
                 f"the checkpoint {path} lacks {min(lacking)!r} ({len(lacking)} such in all); resume with the config it "
-                "was made with (algorithm.critic_trainable decides what has optimizer state)"
+                f"was made with ({_DECIDED_BY})"
             )
         unread = [key for key in sorted(left) if _belongs_to(key, models) or _belongs_to_optimizer(key, trained)]
         if unread:
             raise CheckpointError(
                 f"the checkpoint {path} holds {unread[0]!r} ({len(unread)} such in all), for which this run has no "
-                "place; resume with the config it was made with (algorithm.critic_trainable decides what has optimizer "
-                "state)"
+                f"place; resume with the config it was made with ({_DECIDED_BY})"
             )
         for name, chunks in models.items():
             for index, chunk in enumerate(chunks):
@@ -153,9 +157,9 @@ class Checkpoints:
                 chunk.load_state_dict(weights)
         for name, trainable in trained.items():
             try:
-                trainable.optimizer.load_state_dict(loaded[f"{name}/optimizer"])
+                load_optimizer_state(trainable, loaded[f"{name}/optimizer"])
                 trainable.scheduler.load_state_dict(loaded[f"{name}/scheduler"])
-            except (ValueError, AssertionError) as error:  # how Megatron refuses parameter groups and schedules
+            except AssertionError as error:  # how Megatron refuses another schedule
                 stage, reason = position.stage, str(error).partition("\n")[0]
                 optimizer = f"rl.{name}_optimizer" if stage == "rl" else f"{stage}.optimizer"
                 raise CheckpointError(
@@ -224,9 +228,7 @@ def _sharded_state(models: dict[str, list[GPTModel]], trained: dict[str, Trainab
             weights = {"model": state[f"{name}/0"]}
         else:
             weights = {f"model{index}": state[f"{name}/{index}"] for index in range(len(weights))}
-        state[f"{name}/optimizer"] = trainable.optimizer.sharded_state_dict(
-            weights, is_loading=loading, metadata=metadata
-        )
+        state[f"{name}/optimizer"] = sharded_optimizer_state(trainable, weights, metadata, loading)
         state[f"{name}/scheduler"] = trainable.scheduler.state_dict()
     return state
 

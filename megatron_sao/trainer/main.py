@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -44,11 +43,6 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("megatron", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if config.parallel.distributed_optimizer and find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "parallel.distributed_optimizer = true needs Transformer Engine's Adam: without it the optimizer's state "
-            "could be saved but not loaded; set it to false"
-        )
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
     try:
         Run(config, run_dir, batches_dir, backend).run()
@@ -152,7 +146,7 @@ class Run:
     def _trainable(
         self, chunks: list[GPTModel], config: TransformerConfig, optimizer: OptimizerConfig, steps: int
     ) -> Trainable:
-        return Trainable(chunks, config, optimizer, steps, self.config.parallel.distributed_optimizer)
+        return Trainable(chunks, config, optimizer, steps, self.config.parallel)
 
     def _restore(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
         """Weights from the newest checkpoint, else from ``model.path``; optimizers when it was taken at ``position``.

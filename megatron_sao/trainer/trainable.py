@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_sao.config import OptimizerConfig
+from megatron_sao.config import OptimizerConfig, ParallelConfig
 from megatron_sao.trainer.microbatch import MicroBatch
 
 Stats = dict[str, torch.Tensor]
@@ -34,8 +34,9 @@ class Trainable:
         chunks: bare models, one per virtual pipeline stage. Parameters without ``requires_grad`` get neither gradient
             buffer nor optimizer state.
         config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
-        optimizer: learning rate and Adam's settings.
+        optimizer: which one, its settings and the learning rate's.
         total_steps: optimizer steps of the stage, over which the learning rate decays.
+        parallel: whether to split the optimizer's state over data-parallel ranks and to keep it in host memory.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Trainable:
         config: TransformerConfig,
         optimizer: OptimizerConfig,
         total_steps: int,
-        distributed_optimizer: bool,
+        parallel: ParallelConfig,
     ) -> None:
         self.chunks, self.config = chunks, config
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=distributed_optimizer
+            grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=parallel.distributed_optimizer
         )
         wrapped = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
         for module in (module for chunk in chunks for module in chunk.modules()):
@@ -60,20 +61,19 @@ class Trainable:
                 # gradient, and every weight behind it would silently get none.
                 chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
         self.modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
-        self._settings, self._distributed, self._total_steps = optimizer, distributed_optimizer, total_steps
+        self._settings, self._parallel, self._total_steps = optimizer, parallel, total_steps
         self.optimizer = self._new_optimizer()
         self.scheduler = self._new_scheduler()
         config.finalize_model_grads_func = finalize_model_grads
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments and step count, in place: fp32 main weights and schedule stay as they are."""
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in self.optimizer.chained_optimizers:
             for state in optimizer.optimizer.state.values():
                 for value in state.values():
                     value.zero_()
             for group in optimizer.optimizer.param_groups:
-                if "step" in group:  # where Transformer Engine's Adam keeps its count
-                    group["step"] = 0
+                group["step"] = 0
 
     def reload_main_parameters(self) -> None:
         """Take over weights that were written into the model after the optimizer was built (its fp32 main copies)."""
@@ -83,7 +83,8 @@ class Trainable:
         s = self._settings
         optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
-                optimizer="adam",
+                optimizer=s.name,
+                sgd_momentum=0.0,
                 lr=s.lr,
                 min_lr=s.lr * s.min_lr_ratio,
                 adam_beta1=s.beta1,
@@ -93,7 +94,7 @@ class Trainable:
                 clip_grad=s.clip_grad or math.inf,  # at 0 Megatron would not look at the norm at all
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=self._distributed,
+                use_distributed_optimizer=self._parallel.distributed_optimizer,
             ),
             self.modules,
         )
@@ -144,7 +145,11 @@ class Trainable:
         self.scheduler.step(1)
         if stats["denominator"] == 0:
             return stats | {"grad_norm": 0.0}
+        if self._parallel.offload_optimizer:
+            self.optimizer.restore_from_cpu()
         successful, grad_norm, _ = self.optimizer.step()
+        if self._parallel.offload_optimizer:
+            self.optimizer.offload_to_cpu()
         grad_norm = 0.0 if grad_norm is None else float(grad_norm)
         if not successful or not grad_norm < float("inf"):
             raise FloatingPointError(

@@ -1,11 +1,13 @@
-"""One SAO step on given trajectories: its metrics and the gradient of every parameter of policy and critic."""
+"""One SAO step on given trajectories: its metrics, and of every parameter of policy and critic the gradient and what
+the step made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,11 +21,16 @@ from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.metrics import Stopwatch
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.weights.export import HFExporter
+from megatron_sao.weights.load import HFTensors
 from tests.distributed.offline import offline_config, random_trajectory, write_batches
 from tests.tiny_models import VOCAB_SIZE
 from tests.trajectories import make_trajectory
 
 Result = tuple[dict[str, float], dict[str, torch.Tensor]]
+TINY = {"lr": 1e-20, "clip_grad": 1e9}
+SGD = {"name": "sgd", "lr": 1e-2, "clip_grad": 1e9}
+# its step is as smooth a function of the gradient as SGD's: with a small eps the sign of noise would move weights
+SMOOTH_ADAM = {"lr": 1e-1, "eps": 1.0, "clip_grad": 1e9}
 
 
 def mixed_batch() -> list[Trajectory]:
@@ -73,66 +80,112 @@ def one_step(
     backend: Backend,
     /,
     change: Callable[[Stage], None] = lambda stage: None,
+    optimizer: dict = TINY,
     **sections: dict,
 ) -> Result:
-    """``change`` may alter the stage before its step. The weights stay (nearly) where they are: the learning rate is
-    negligible, so both critic updates see the same ones."""
-    tiny = {"lr": 1e-20, "clip_grad": 1e9}
-    rl = {"steps": 1, "policy_optimizer": tiny, "critic_optimizer": tiny}
+    """``change`` may alter the stage before its step. By default the weights stay (nearly) where they are: the learning
+    rate is negligible, so both critic updates see the same ones."""
+    rl = {"steps": 1, "policy_optimizer": optimizer, "critic_optimizer": optimizer}
     batches = write_batches(run_dir / f"batches-{dist.get_rank()}")  # unused, but what makes the run an offline one
     config = offline_config(model, rl=rl | sections.pop("rl", {}), **sections)
     run = Run(config, run_dir, batches, backend)
     stage = run._rl_stage(0)
     change(stage)
     metrics = sao_step(stage, 0, trajectories, Stopwatch())
-    gradients = exported_gradients(stage, "policy", stage.policy.trainable)
-    if stage.critic is not None:
-        gradients |= exported_gradients(stage, "critic", stage.critic.trainable)
-    return metrics, gradients
+    gradients = {}
+    for head, trainable in trainables(stage).items():
+        gradients |= exported(stage, head, trainable, gradient_or_nan)
+    return metrics, {name: gradient for name, gradient in gradients.items() if not gradient.isnan().any()}
+
+
+def step_and_change(
+    model: Path, trajectories: list[Trajectory], run_dir: Path, backend: Backend, optimizer: dict, /, **sections: dict
+) -> Result:
+    """:func:`one_step` that also tells by how much it moved every weight; under Adam nothing but that, since with the
+    distributed optimizer each rank has its share of the gradients alone."""
+    stages: list[Stage] = []
+    metrics, gradients = one_step(
+        model, trajectories, run_dir, backend, change=stages.append, optimizer=optimizer, **sections
+    )
+    changes = weight_changes(stages[0], model)
+    return metrics, changes if optimizer is SMOOTH_ADAM else gradients | changes
+
+
+def weight_changes(stage: Stage, model: Path) -> dict[str, torch.Tensor]:
+    """How far every weight is from where it started: from ``model``, and the value head from (nearly) 0."""
+    source = HFTensors(model)
+    start = {f"{head}/{name}": source[name] for head in ("policy", "critic") for name in source.names()}
+    return {
+        f"change/{name}": weight - start.get(name, 0.0)
+        for head, trainable in trainables(stage).items()
+        for name, weight in exported(stage, head, trainable, lambda parameter: parameter).items()
+    }
+
+
+def trainables(stage: Stage) -> dict[str, Trainable]:
+    critic = {} if stage.critic is None else {"critic": stage.critic.trainable}
+    return {"policy": stage.policy.trainable} | critic
+
+
+def gradient_or_nan(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.main_grad if parameter.requires_grad else torch.full_like(parameter, float("nan"))
 
 
 @torch.no_grad()
-def exported_gradients(stage: Stage, head: str, trainable: Trainable) -> dict[str, torch.Tensor]:
-    """Full gradients under Hugging Face names, on rank 0, whatever the layout: exported in the weights' place."""
+def exported(
+    stage: Stage, head: str, trainable: Trainable, of: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """``of`` every full parameter under Hugging Face names, on rank 0, whatever the layout: exported in its place."""
     parameters = [parameter for chunk in trainable.chunks for parameter in chunk.parameters()]
     weights = [parameter.clone() for parameter in parameters]
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.copy_(parameter.main_grad)
-        else:
-            parameter.fill_(float("nan"))
+        parameter.copy_(of(parameter))
     exporter = HFExporter(trainable.chunks, stage.model, trainable.config, head)
-    gradients = {
+    tensors = {
         f"{head}/{name}": tensor.clone() for name, tensor in exporter.tensors() if "e_score_correction_bias" not in name
     }
+    if head == "critic":
+        tensors |= value_head(trainable)
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.copy_(weight)
-    if head == "critic":
-        gradients |= {f"critic/value_head.{name}": g for name, g in _value_head_gradient(trainable).items()}
-    return {name: gradient for name, gradient in gradients.items() if not gradient.isnan().any()}
+    return tensors
 
 
-def _value_head_gradient(trainable: Trainable) -> dict[str, torch.Tensor]:
-    """From the last pipeline stage, where it is the same on every rank."""
+@torch.no_grad()
+def value_head(trainable: Trainable) -> dict[str, torch.Tensor]:
+    """Its parameters, from the last pipeline stage, where they are the same on every rank."""
     hidden = trainable.config.hidden_size
-    gradient = torch.zeros(hidden + 1)
+    parameters = torch.zeros(hidden + 1)
     last = trainable.chunks[-1]
     if last.post_process:
-        gradient = torch.cat([last.output_layer.weight.main_grad[0], last.output_layer.bias.main_grad])
+        parameters = torch.cat([last.output_layer.weight[0], last.output_layer.bias])
     dist.broadcast(
-        gradient,
+        parameters,
         parallel_state.get_pipeline_model_parallel_last_rank(),
         group=parallel_state.get_pipeline_model_parallel_group(),
     )
-    return {"weight": gradient[:hidden], "bias": gradient[hidden:]}
+    return {"critic/value_head.weight": parameters[:hidden], "critic/value_head.bias": parameters[hidden:]}
 
 
-def assert_same(actual: Result, expected: Result, tolerance: float = 1e-6) -> None:
-    """Every metric, and every parameter's gradient relative to its norm."""
+def rounding(model: Path) -> dict[str, float]:
+    """By how much two changes of a weight may differ in norm, however small the change: its last bit can fall either
+    way."""
+    source = HFTensors(model)
+    return {
+        f"change/{head}/{name}": 2**-24 * float(source[name].norm())
+        for head in ("policy", "critic")
+        for name in source.names()
+    }
+
+
+def assert_same(
+    actual: Result, expected: Result, tolerance: float = 1e-6, rounding: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Every metric, and every tensor relative to its norm plus its ``rounding``."""
     assert actual[0].keys() == expected[0].keys()
     for name, value in expected[0].items():
         assert abs(actual[0][name] - value) <= tolerance * abs(value) + 1e-12, (name, actual[0][name], value)
     assert actual[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        difference = float((actual[1][name] - gradient).double().norm() / gradient.double().norm().clamp_min(1e-12))
-        assert difference <= tolerance, (name, difference)
+    for name, tensor in expected[1].items():
+        difference, norm = float((actual[1][name] - tensor).double().norm()), float(tensor.double().norm())
+        assert difference <= tolerance * max(norm, 1e-12) + rounding.get(name, 0.0), (name, difference, norm)

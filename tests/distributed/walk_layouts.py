@@ -13,21 +13,34 @@ import torch
 import torch.distributed as dist
 
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
-from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step, routed_batch
+from tests.distributed.gradients import (
+    SGD,
+    SMOOTH_ADAM,
+    grouped_batch,
+    lopsided_batch,
+    mixed_batch,
+    routed_batch,
+    step_and_change,
+)
 from tests.distributed.offline import offline_config
 from tests.tiny_models import VOCAB_SIZE
 
 SP = {"sequence_parallel": True}  # MoE with tensor parallelism needs it
+DISTRIBUTED = {"distributed_optimizer": True}
 LAYOUTS = {
     "dp2": {"world_size": 2},
     "tp2": {"world_size": 2, "tp": 2} | SP,
     "pp2": {"world_size": 2, "pp": 2},
     "pp2_interleaved": {"world_size": 2, "pp": 2, "vpp": 2},
     "ep2": {"world_size": 2, "ep": 2},
+    "dp2_distributed": {"world_size": 2} | DISTRIBUTED,
     "tp2_pp2": {"world_size": 4, "tp": 2, "pp": 2} | SP,
     "tp2_ep2": {"world_size": 4, "tp": 2, "ep": 2} | SP,
     "pp2_ep2": {"world_size": 4, "pp": 2, "ep": 2},
     "dp2_ep2": {"world_size": 4, "ep": 2},
+    "dp2_tp2_distributed": {"world_size": 4, "tp": 2} | SP | DISTRIBUTED,
+    "dp2_ep2_distributed": {"world_size": 4, "ep": 2} | DISTRIBUTED,
+    "pp2_ep2_distributed": {"world_size": 4, "pp": 2, "ep": 2} | DISTRIBUTED,
     "tp2_pp2_ep2": {"world_size": 8, "tp": 2, "pp": 2, "ep": 2} | SP,
 }
 BASELINE = {
@@ -39,27 +52,34 @@ BASELINE = {
     "rollout": {"environment": "unused:Unused", "sampling": {"top_k": VOCAB_SIZE}},
     "value": {"steps": 0},
 }  # fmt: skip
-KINDS = {  # of a step: its batch, and how its config differs from the plain one
-    "mixed": (mixed_batch, {}),
-    "lopsided": (lopsided_batch, {}),
-    "baseline": (grouped_batch, BASELINE),
-    "recompute": (mixed_batch, {}),
-    "replay": (routed_batch, {"algorithm": {"eps_low": 0.8, "eps_high": 3.0, "routing_replay": True}}),
+KINDS = {  # of a step: its batch, its optimizer, and how its config differs from the plain one
+    "mixed": (mixed_batch, SGD, {}),
+    "lopsided": (lopsided_batch, SGD, {}),
+    "baseline": (grouped_batch, SGD, BASELINE),
+    "recompute": (mixed_batch, SGD, {}),
+    "replay": (routed_batch, SGD, {"algorithm": {"eps_low": 0.8, "eps_high": 3.0, "routing_replay": True}}),
+    "adam": (mixed_batch, SMOOTH_ADAM, {}),
 }
 RECOMPUTED = ("tp2", "pp2", "tp2_pp2")  # "replay" too
 
 
 def steps(world_size: int) -> list[tuple[str, str]]:
     """(layout, kind) of every step of a world."""
-    layouts = [layout for layout, sizes in LAYOUTS.items() if sizes["world_size"] == world_size]
-    return [(layout, kind) for layout in layouts for kind in KINDS if kind != "recompute" or layout in RECOMPUTED]
+    return [
+        (layout, kind)
+        for layout, sizes in LAYOUTS.items()
+        for kind in KINDS
+        if sizes["world_size"] == world_size
+        and ("distributed_optimizer" in sizes) == (kind == "adam")
+        and (kind != "recompute" or layout in RECOMPUTED)
+    ]
 
 
 def main(model: Path, out: Path) -> None:
     backend = None
     for layout, kind in steps(int(os.environ["WORLD_SIZE"])):
         sizes = LAYOUTS[layout]
-        batch, sections = KINDS[kind]
+        batch, optimizer, sections = KINDS[kind]
         parallel = sizes | {"nproc_per_node": sizes["world_size"], "max_tokens_per_microbatch": 64}
         recompute = "full" if kind in ("recompute", "replay") and layout in RECOMPUTED else "none"
         sections = sections | {"parallel": parallel, "model": {"path": str(model), "recompute": recompute}}
@@ -68,7 +88,7 @@ def main(model: Path, out: Path) -> None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
         else:
             set_layout(config.parallel, config.seed)
-        result = one_step(model, batch(), out / f"{layout}-{kind}", backend, **sections)
+        result = step_and_change(model, batch(), out / f"{layout}-{kind}", backend, optimizer, **sections)
         if dist.get_rank() == 0:
             torch.save(result, out / f"{layout}-{kind}.pt")
     stop_runtime()

@@ -67,6 +67,7 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
         ("parallel={tp: 2, world_size: 3}", "world_size=3 is not a multiple of tp·pp·cp=2"),
         ("rl={sync_interval: 4, max_staleness: 1}", "raise max_staleness to sync_interval - 1"),
         ("parallel={vpp: 2}", "vpp=2 needs pipeline parallelism"),
+        ("parallel.offload_optimizer=true", "parallel.offload_optimizer = true with model.dtype = float32"),
         ("parallel={ep: 4, world_size: 2}", "world_size=2 is not a multiple of etp·ep·pp=4"),
         ("algorithm.advantage=group", "rl.group_size = 1 with algorithm.advantage = 'group'"),
         ("rl={group_size: 4, batch_size: 8}", "rl.group_size = 4 with algorithm.advantage = 'critic'"),
@@ -92,6 +93,12 @@ def test_an_error_names_the_field_the_value_and_the_remedy(path, override, messa
 def test_engines_that_report_larger_supports_allow_a_larger_top_k(path):
     overrides = ["rollout.sampling.top_k=5000", "engine.sglang.sampling_mask_max_tokens=5000"]
     assert load_config(path, overrides).rollout.sampling.top_k == 5000
+
+
+def test_the_distributed_optimizer_is_refused_for_sgd(path):
+    overrides = ["parallel.distributed_optimizer=true", "value.optimizer.name=sgd"]
+    with pytest.raises(ConfigError, match=r"distributed_optimizer = true with value\.optimizer\.name = sgd.*adam"):
+        load_config(path, overrides)
 
 
 @pytest.mark.parametrize("study", ["study.yaml", "tuning.yaml"])
