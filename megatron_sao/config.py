@@ -43,14 +43,14 @@ class ParallelConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # virtual pipeline stages per rank (interleaved schedule)
-    cp: PositiveInt = 1
+    cp: PositiveInt = 1  # ranks that share each trajectory
     ep: PositiveInt = 1
     etp: PositiveInt = 1  # tensor parallelism inside an expert
     world_size: PositiveInt = 1  # trainer ranks over all nodes
     nproc_per_node: PositiveInt = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
-    max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
+    max_tokens_per_microbatch: PositiveInt = 8192  # over its cp ranks; a longer trajectory is one of its own
 
     @model_validator(mode="after")
     def _divisible(self) -> ParallelConfig:

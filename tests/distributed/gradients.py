@@ -50,6 +50,11 @@ def grouped_batch() -> list[Trajectory]:
     return batch
 
 
+def truncated_batch() -> list[Trajectory]:
+    """The mixed batch, every second episode cut off."""
+    return [replace(trajectory, truncated=index % 2 == 1) for index, trajectory in enumerate(mixed_batch())]
+
+
 def without_actions(name: str, length: int) -> Trajectory:
     zeros = np.zeros(length, np.float32)
     return make_trajectory(

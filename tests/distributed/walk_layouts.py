@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
-from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step
+from tests.distributed.gradients import grouped_batch, lopsided_batch, mixed_batch, one_step, truncated_batch
 from tests.distributed.offline import offline_config
 from tests.tiny_models import VOCAB_SIZE
 
@@ -24,10 +24,14 @@ LAYOUTS = {
     "pp2": {"world_size": 2, "pp": 2},
     "pp2_interleaved": {"world_size": 2, "pp": 2, "vpp": 2},
     "ep2": {"world_size": 2, "ep": 2},
+    "cp2": {"world_size": 2, "cp": 2},
     "tp2_pp2": {"world_size": 4, "tp": 2, "pp": 2} | SP,
     "tp2_ep2": {"world_size": 4, "tp": 2, "ep": 2} | SP,
     "pp2_ep2": {"world_size": 4, "pp": 2, "ep": 2},
     "dp2_ep2": {"world_size": 4, "ep": 2},
+    "tp2_cp2": {"world_size": 4, "tp": 2, "cp": 2} | SP,
+    "pp2_cp2": {"world_size": 4, "pp": 2, "cp": 2},
+    "cp2_ep2": {"world_size": 4, "cp": 2, "ep": 2},
     "tp2_pp2_ep2": {"world_size": 8, "tp": 2, "pp": 2, "ep": 2} | SP,
 }
 BASELINE = {
@@ -44,14 +48,15 @@ KINDS = {  # of a step: its batch, and how its config differs from the plain one
     "lopsided": (lopsided_batch, {}),
     "baseline": (grouped_batch, BASELINE),
     "recompute": (mixed_batch, {}),
+    "plain_gae": (truncated_batch, {"algorithm": {"gae": "all_tokens", "truncation": "bootstrap"}}),
 }
-RECOMPUTED = ("tp2", "pp2", "tp2_pp2")
+ONLY = {"recompute": ("tp2", "pp2", "cp2", "tp2_pp2"), "plain_gae": ("cp2", "pp2_cp2")}
 
 
 def steps(world_size: int) -> list[tuple[str, str]]:
     """(layout, kind) of every step of a world."""
     layouts = [layout for layout, sizes in LAYOUTS.items() if sizes["world_size"] == world_size]
-    return [(layout, kind) for layout in layouts for kind in KINDS if kind != "recompute" or layout in RECOMPUTED]
+    return [(layout, kind) for layout in layouts for kind in KINDS if layout in ONLY.get(kind, LAYOUTS)]
 
 
 def main(model: Path, out: Path) -> None:
