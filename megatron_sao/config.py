@@ -43,7 +43,7 @@ class ParallelConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # virtual pipeline stages per rank (interleaved schedule)
-    cp: PositiveInt = 1
+    cp: PositiveInt = 1  # ranks that share each trajectory
     ep: PositiveInt = 1
     etp: PositiveInt = 1  # tensor parallelism inside an expert
     world_size: PositiveInt = 1  # trainer ranks over all nodes
@@ -51,7 +51,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     offload_optimizer: bool = False  # main weights and moments wait in host memory between optimizer steps; bfloat16
-    max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
+    max_tokens_per_microbatch: PositiveInt = 8192  # over its cp ranks; a longer trajectory is one of its own
 
     @model_validator(mode="after")
     def _divisible(self) -> ParallelConfig:
@@ -295,9 +295,6 @@ class RunConfig(Section):
             f"algorithm.pi_old = {algorithm.pi_old} with algorithm.policy_loss = dis, which has no old policy: leave "
             "pi_old out, or set policy_loss to ppo_clip": (
                 algorithm.pi_old != "recomputed" and algorithm.policy_loss == "dis"
-            ),
-            f"algorithm.routing_replay with parallel.cp = {self.parallel.cp} is not implemented: use parallel.cp=1": (
-                algorithm.routing_replay and self.parallel.cp > 1
             ),
             "parallel.offload_optimizer = true with model.dtype = float32, where the main weights are the model's own "
             "and cannot leave; set it to false or model.dtype to bfloat16": (

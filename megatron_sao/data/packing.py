@@ -1,8 +1,16 @@
-"""Which trajectories share a micro-batch, and on which data-parallel rank."""
+"""Which trajectories share a micro-batch, on which data-parallel rank, and which of their tokens are on which
+context-parallel rank.
+
+Context parallelism cuts every sequence of a pack into 2 * size equal chunks and gives rank r the r-th from the front
+and the r-th from the end, so that under a causal mask all ranks have the same work. It is the layout that Megatron and
+Transformer Engine expect.
+"""
 
 from __future__ import annotations
 
 import heapq
+
+import torch
 
 
 def pack(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int = 1) -> list[list[list[int]]]:
@@ -56,3 +64,26 @@ def _fill(lengths: list[int], num_bins: int, max_tokens: int) -> list[tuple[int,
             return None
         heapq.heapreplace(heap, (load + lengths[index], number, [*indices, index]))
     return [(load, sorted(indices)) for load, _, indices in sorted(heap, key=lambda bin: (-bin[0], bin[1]))]
+
+
+def context_positions(cu_seqlens: torch.Tensor, rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of context-parallel rank ``rank`` in the order in which it holds them.
+
+    Args:
+        cu_seqlens: int [n + 1] over the sequences of the whole pack, of T tokens; every length is a multiple of
+            2 * size, or any where size is 1.
+
+    Returns:
+        Their positions in the pack and in their sequences, [T / size] each, of cu_seqlens' dtype.
+    """
+    lengths = cu_seqlens.diff() // size
+    starts, chunks = torch.stack([cu_seqlens[:-1], lengths // 2]).repeat_interleave(lengths, dim=1)
+    index = torch.arange(starts.numel(), dtype=starts.dtype, device=starts.device) - starts // size
+    index += chunks * torch.where(index < chunks, rank, 2 * (size - 1) - rank)
+    return starts + index, index
+
+
+def in_pack_order(gathered: torch.Tensor, cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
+    """The pack's tokens ``[T, …]`` from those of context-parallel rank 0, 1, …, one after the other; differentiable."""
+    order = torch.cat([context_positions(cu_seqlens, rank, size)[0] for rank in range(size)])
+    return torch.empty_like(gathered).index_copy(0, order.long(), gathered)

@@ -6,6 +6,7 @@ on any device. ``transformer_engine`` layers are Megatron's own spec, CUDA only.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -27,8 +30,10 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_sao.config import ConfigError
+from megatron_sao.data.packing import context_positions, in_pack_order
 
 # Keys of the Transformer Engine layers, whose linears own the norm before them: a checkpoint then loads into both.
 _FUSED_NORM_KEYS = {
@@ -75,7 +80,8 @@ class PackedSDPA(MegatronModule):
     """Causal attention over packed sequences with torch's scaled_dot_product_attention, one call per sequence.
 
     Takes query ``[tokens, heads, dim]`` and key/value ``[tokens, kv_heads, dim]`` with ``cu_seqlens`` in
-    ``packed_seq_params`` and returns ``[tokens, heads * dim]``.
+    ``packed_seq_params`` and returns ``[tokens, heads * dim]``. Under context parallelism the tokens are this rank's
+    (data/packing.py), ``cu_seqlens`` is the whole pack's, and keys and values are gathered from all ranks.
     """
 
     def __init__(
@@ -85,15 +91,12 @@ class PackedSDPA(MegatronModule):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise ConfigError(
-                f"parallel.cp = {config.context_parallel_size}: native attention does not split a sequence over ranks; "
-                "use parallel.cp=1 or model.layers=transformer_engine"
-            )
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.context_group = softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -106,22 +109,44 @@ class PackedSDPA(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        outputs = [
-            F.scaled_dot_product_attention(
-                *(t.transpose(0, 1).unsqueeze(0) for t in qkv),
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )[0].transpose(0, 1)
-            for qkv in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-        ]
-        return torch.cat(outputs).flatten(1)
+        cu_seqlens, rank, size = packed_seq_params.cu_seqlens_q, self.context_group.rank(), self.context_group.size()
+        if size > 1:
+            dims = key.size(-1), value.size(-1)
+            # backward, this sums what the queries of all ranks contribute
+            gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
+            key, value = in_pack_order(gathered, cu_seqlens, size).split(dims, -1)
+        chunks = _query_chunks(cu_seqlens.tolist(), rank, size)
+        queries = query.split([length for length, _, _ in chunks])
+        seen = [(key[start:end], value[start:end]) for _, start, end in chunks]
+        return torch.cat([self._attend(q, k, v) for q, (k, v) in zip(queries, seen, strict=True)]).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attention of a sequence's last queries, the last of which sees every key."""
+        whole = query.size(0) == key.size(0)
+        return F.scaled_dot_product_attention(
+            *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
+            attn_mask=None if whole else causal_lower_right(query.size(0), key.size(0)),
+            is_causal=whole,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )[0].transpose(0, 1)
+
+
+def _query_chunks(cu_seqlens: list[int], rank: int, size: int) -> list[tuple[int, int, int]]:
+    """For each run of consecutive queries of a context-parallel rank: their number, and start and end in the pack of
+    what the last of them sees."""
+    if size == 1:
+        return [(end - start, start, end) for start, end in pairwise(cu_seqlens)]
+    chunks = []
+    for start, end in pairwise(cu_seqlens):
+        length = (end - start) // (2 * size)
+        chunks += [(length, start, start + (index + 1) * length) for index in (rank, 2 * size - 1 - rank)]
+    return chunks
 
 
 def vectorise_packed_rotary() -> None:
     """Rotate all packed sequences at once. Unfused, upstream loops over them in Python, forward and backward: a third
-    of a step for short sequences. The arithmetic is the same; with context parallelism upstream's own code runs."""
+    of a step for short sequences. The arithmetic is the same."""
     original = attention.apply_rotary_pos_emb
 
     def apply(
@@ -133,10 +158,9 @@ def vectorise_packed_rotary() -> None:
         cp_group: Any = None,
         **options: Any,
     ) -> torch.Tensor:
-        if cu_seqlens is None or config.apply_rope_fusion or config.context_parallel_size > 1:
+        if cu_seqlens is None or cp_group is None or config.apply_rope_fusion:
             return original(tensor, freqs, config, cu_seqlens, mscale, cp_group, **options)
-        starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-        positions = torch.arange(tensor.size(0), device=tensor.device) - starts
+        _, positions = context_positions(cu_seqlens, cp_group.rank(), cp_group.size())
         rotated = original(tensor.unsqueeze(1), freqs[positions], config, None, mscale, cp_group, **options)
         return rotated.squeeze(1)
 

@@ -24,22 +24,24 @@ def fill_critic_advantages(batch: list[MicroBatch], algorithm: AlgorithmConfig) 
         num_sequences = micro.cu_seqlens.numel() - 1
         lambdas = torch.zeros(num_sequences, dtype=torch.float64)
         bootstrap = torch.zeros(num_sequences, dtype=torch.float64)
-        counts = micro.value_mask.cumsum(0).cpu()
+        # the recursion runs over whole trajectories
+        rewards, values, mask = (micro.gather(t) for t in (micro.rewards, micro.values, micro.value_mask))
+        counts = mask.cumsum(0).cpu()
         for index, (trajectory, (start, end)) in enumerate(zip(micro.trajectories, micro.spans(), strict=True)):
             length = int(counts[end - 1]) - (int(counts[start - 1]) if start else 0)
             lambdas[index] = length_adaptive_lambda(length, algorithm.lambda_alpha)
             if trajectory.truncated and algorithm.truncation == "bootstrap":
-                bootstrap[index] = micro.values[end - 1]  # the state after the last token
-        device = micro.values.device
-        micro.advantages, micro.returns = batched_skip_observation_gae(
-            micro.rewards,
-            micro.values,
-            micro.value_mask,
+                bootstrap[index] = values[end - 1]  # the state after the last token
+        advantages, returns = batched_skip_observation_gae(
+            rewards,
+            values,
+            mask,
             micro.cu_seqlens,
             algorithm.gamma,
-            lambdas.to(device),
-            bootstrap.to(device),
+            lambdas.to(values.device),
+            bootstrap.to(values.device),
         )
+        micro.advantages, micro.returns = advantages[micro.positions], returns[micro.positions]
 
 
 def outcome_advantages(
@@ -66,16 +68,17 @@ def outcome_advantages(
 def fill_outcome_advantages(batch: list[MicroBatch], advantages: dict[str, float]) -> None:
     """Give every token of a trajectory the trajectory's advantage, by trajectory id."""
     for micro in batch:
-        micro.advantages = torch.zeros_like(micro.rewards)
+        packed = micro.pack_zeros(micro.rewards.dtype)
         for trajectory, (start, end) in zip(micro.trajectories, micro.spans(), strict=True):
-            micro.advantages[start:end] = advantages[trajectory.id]
+            packed[start:end] = advantages[trajectory.id]
+        micro.advantages = packed[micro.positions]
 
 
 def _acted_span(micro: MicroBatch) -> torch.Tensor:
     """bool [T]: everything from each trajectory's first action token to its last, observations between included."""
-    mask = torch.zeros_like(micro.loss_mask)
+    loss_mask, span = micro.gather(micro.loss_mask), micro.pack_zeros(torch.bool)
     for start, end in micro.spans():
-        acted = micro.loss_mask[start:end].nonzero()
+        acted = loss_mask[start:end].nonzero()
         if acted.numel():
-            mask[start + int(acted[0]) : start + int(acted[-1]) + 1] = True
-    return mask
+            span[start + int(acted[0]) : start + int(acted[-1]) + 1] = True
+    return span[micro.positions]

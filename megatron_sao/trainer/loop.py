@@ -55,6 +55,8 @@ class Stage:
             self.world.sequence_multiple,
             self.world.device,
             self.world.count_multiple,
+            self.world.context_rank,
+            self.world.context_size,
             self.config.algorithm.routing_replay,
         )
 

@@ -57,7 +57,7 @@ def policy_loss(
     denominator = {
         "action_tokens": stats["num_action_tokens"],
         "accepted_tokens": stats["accepted"],
-        "trajectories": torch.tensor(len(batch.trajectories), device=logprobs.device),
+        "trajectories": torch.tensor(batch.num_trajectories, device=logprobs.device),
     }[algorithm.loss_denominator]
     difference = (logprobs.detach().double() - batch.rollout_logprobs.double()).abs()
     finite = mask & difference.isfinite()

@@ -65,6 +65,11 @@ def routed_batch() -> list[Trajectory]:
     return [replace(t, routed_experts=pairs[rng.integers(0, 12, (t.num_tokens - 1, 3))]) for t in mixed_batch()]
 
 
+def truncated_batch() -> list[Trajectory]:
+    """The mixed batch, every second episode cut off."""
+    return [replace(trajectory, truncated=index % 2 == 1) for index, trajectory in enumerate(mixed_batch())]
+
+
 def without_actions(name: str, length: int) -> Trajectory:
     zeros = np.zeros(length, np.float32)
     return make_trajectory(

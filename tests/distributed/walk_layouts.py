@@ -21,6 +21,7 @@ from tests.distributed.gradients import (
     mixed_batch,
     routed_batch,
     step_and_change,
+    truncated_batch,
 )
 from tests.distributed.offline import offline_config
 from tests.tiny_models import VOCAB_SIZE
@@ -33,11 +34,15 @@ LAYOUTS = {
     "pp2": {"world_size": 2, "pp": 2},
     "pp2_interleaved": {"world_size": 2, "pp": 2, "vpp": 2},
     "ep2": {"world_size": 2, "ep": 2},
+    "cp2": {"world_size": 2, "cp": 2},
     "dp2_distributed": {"world_size": 2} | DISTRIBUTED,
     "tp2_pp2": {"world_size": 4, "tp": 2, "pp": 2} | SP,
     "tp2_ep2": {"world_size": 4, "tp": 2, "ep": 2} | SP,
     "pp2_ep2": {"world_size": 4, "pp": 2, "ep": 2},
     "dp2_ep2": {"world_size": 4, "ep": 2},
+    "tp2_cp2": {"world_size": 4, "tp": 2, "cp": 2} | SP,
+    "pp2_cp2": {"world_size": 4, "pp": 2, "cp": 2},
+    "cp2_ep2": {"world_size": 4, "cp": 2, "ep": 2},
     "dp2_tp2_distributed": {"world_size": 4, "tp": 2} | SP | DISTRIBUTED,
     "dp2_ep2_distributed": {"world_size": 4, "ep": 2} | DISTRIBUTED,
     "pp2_ep2_distributed": {"world_size": 4, "pp": 2, "ep": 2} | DISTRIBUTED,
@@ -57,10 +62,16 @@ KINDS = {  # of a step: its batch, its optimizer, and how its config differs fro
     "lopsided": (lopsided_batch, SGD, {}),
     "baseline": (grouped_batch, SGD, BASELINE),
     "recompute": (mixed_batch, SGD, {}),
+    "plain_gae": (truncated_batch, SGD, {"algorithm": {"gae": "all_tokens", "truncation": "bootstrap"}}),
     "replay": (routed_batch, SGD, {"algorithm": {"eps_low": 0.8, "eps_high": 3.0, "routing_replay": True}}),
     "adam": (mixed_batch, SMOOTH_ADAM, {}),
 }
-RECOMPUTED = ("tp2", "pp2", "tp2_pp2")  # "replay" too
+RECOMPUTED = ("tp2", "pp2", "cp2", "tp2_pp2")  # "replay" too
+ONLY = {  # the layouts of a kind that does not run in all of them
+    "recompute": RECOMPUTED,
+    "plain_gae": ("cp2", "pp2_cp2"),
+    "adam": [layout for layout, sizes in LAYOUTS.items() if "distributed_optimizer" in sizes],
+}
 
 
 def steps(world_size: int) -> list[tuple[str, str]]:
@@ -70,8 +81,8 @@ def steps(world_size: int) -> list[tuple[str, str]]:
         for layout, sizes in LAYOUTS.items()
         for kind in KINDS
         if sizes["world_size"] == world_size
-        and ("distributed_optimizer" in sizes) == (kind == "adam")
-        and (kind != "recompute" or layout in RECOMPUTED)
+        and ("distributed_optimizer" not in sizes or kind == "adam")
+        and layout in ONLY.get(kind, LAYOUTS)
     ]
 
 

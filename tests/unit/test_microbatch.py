@@ -45,6 +45,26 @@ def test_padding_is_a_masked_sequence_of_its_own_and_a_rank_without_work_gets_a_
     assert idle.spans() == []
 
 
+def test_a_pack_is_split_over_context_ranks_after_every_position_was_told_of_its_next_token() -> None:
+    batch = [make_trajectory(), make_trajectory(token_ids=np.array([7, 8, 9, 10, 11, 12], np.int32))]
+    shards = [build_microbatches(batch, 0, 1, 100, 3, CPU, 1, rank, 2)[0] for rank in range(2)]
+    # six tokens become eight, in chunks of two; the padding of 24 to a multiple of 2 x 3 and of 4 adds a sequence
+    assert [shard.cu_seqlens.tolist() for shard in shards] == [[0, 8, 16, 24]] * 2
+    assert [shard.spans() for shard in shards] == [[(0, 6), (8, 14)]] * 2
+    assert [shard.num_tokens for shard in shards] == [12, 12]
+    assert [shard.tokens[0, :8].tolist() for shard in shards] == [[1, 2, 0, 0, 7, 8, 0, 0], [3, 4, 5, 6, 9, 10, 11, 12]]
+    assert [shard.labels[0, :4].tolist() for shard in shards] == [[2, 3, 0, 0], [4, 5, 6, 0]]
+    assert [shard.position_ids[0, :4].tolist() for shard in shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [shard.num_action_tokens for shard in shards] == [2, 4]
+    assert [shard.sampled_under(["1.1"]).nonzero().flatten().tolist() for shard in shards] == [[], [2, 6]]
+    assert [shard.num_trajectories for shard in shards] == [2, 0]
+
+
+def test_padding_for_context_ranks_counts_towards_the_bound_of_a_micro_batch() -> None:
+    assert len(build_microbatches([make_trajectory()] * 2, 0, 1, 12, 1, CPU)) == 1
+    assert len(build_microbatches([make_trajectory()] * 2, 0, 1, 12, 1, CPU, 1, 0, 2)) == 2
+
+
 def test_tokens_of_one_version_are_found_at_their_predicting_positions() -> None:
     (batch,) = build_microbatches([make_trajectory()], 0, 1, 100, 1, CPU)  # 1.0 on tokens 2, 3 and 1.1 on token 5
     assert batch.sampled_under(["1.0"]).nonzero().flatten().tolist() == [1, 2]

@@ -1,14 +1,15 @@
-"""Packing: every trajectory once, nothing over the bound, all ranks in step."""
+"""Packing: every trajectory once, nothing over the bound, all ranks in step, every token on one context rank."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sao.data.packing import pack
+from megatron_sao.data.packing import context_positions, in_pack_order, pack
 
 batches = st.lists(st.integers(1, 300), max_size=60)
 
@@ -79,3 +80,20 @@ def test_random_batches_are_balanced_to_a_few_percent() -> None:
 def test_impossible_arguments_are_refused(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         pack(lengths, num_ranks, max_tokens)
+
+
+def test_a_context_rank_has_the_chunk_of_its_number_from_either_end_of_every_sequence() -> None:
+    cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
+    split = [[positions.tolist() for positions in context_positions(cu_seqlens, rank, 2)] for rank in range(2)]
+    assert split == [[[0, 1, 6, 7, 8, 11], [0, 1, 6, 7, 0, 3]], [[2, 3, 4, 5, 9, 10], [2, 3, 4, 5, 1, 2]]]
+    whole, within = context_positions(torch.tensor([0, 5, 8]), 0, 1)
+    assert whole.tolist() == list(range(8)) and within.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5))
+@settings(max_examples=100, deadline=None)
+def test_the_context_ranks_tokens_make_up_the_pack_again(chunks: list[int], size: int) -> None:
+    cu_seqlens = torch.tensor([0, *(2 * size * length for length in chunks)]).cumsum(0)
+    packed = torch.arange(2 * int(cu_seqlens[-1])).view(-1, 2)
+    gathered = torch.cat([packed[context_positions(cu_seqlens, rank, size)[0]] for rank in range(size)])
+    assert torch.equal(in_pack_order(gathered, cu_seqlens, size), packed)

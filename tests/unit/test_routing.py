@@ -72,8 +72,6 @@ def test_a_dense_model_has_no_routing_to_replay(tmp_path):
     assert replayed_routing(make_config(tmp_path)) is None
     with pytest.raises(ConfigError, match=r"algorithm.routing_replay = true, but .* has no routed experts"):
         replayed_routing(make_config(tmp_path, algorithm={"routing_replay": True}))
-    with pytest.raises(ConfigError, match=r"routing_replay with parallel.cp = 2 is not implemented"):
-        make_config(tmp_path, algorithm={"routing_replay": True}, parallel={"cp": 2, "world_size": 2})
 
 
 def test_the_engines_report_loses_its_dense_layers_and_fits_a_byte():
