@@ -48,6 +48,7 @@ class ParallelConfig(Section):
     etp: PositiveInt = 1  # tensor parallelism inside an expert
     world_size: PositiveInt = 1  # trainer ranks over all nodes
     nproc_per_node: PositiveInt = 1
+    collective_timeout: float = Field(3600.0, gt=0)  # seconds a rank waits for the others before the run ends
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     max_tokens_per_microbatch: PositiveInt = 8192  # a longer trajectory is a micro-batch of its own
