@@ -245,7 +245,8 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     save_interval: PositiveInt = 50  # policy steps
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # complete ones; with 1 there is none to fall back to from a damaged one
+    asynchronous: bool = False  # written while training goes on, from a second copy of the state in host memory
 
 
 class RunConfig(Section):
