@@ -48,6 +48,7 @@ class ParallelConfig(Section):
     etp: PositiveInt = 1  # tensor parallelism inside an expert
     world_size: PositiveInt = 1  # trainer ranks over all nodes
     nproc_per_node: PositiveInt = 1
+    collective_timeout: float = Field(3600.0, gt=0)  # seconds a rank waits for the others before the run ends
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     offload_optimizer: bool = False  # main weights and moments wait in host memory between optimizer steps; bfloat16
@@ -249,7 +250,8 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     save_interval: PositiveInt = 50  # policy steps
-    keep: PositiveInt = 2
+    keep: PositiveInt = 2  # complete ones; with 1 there is none to fall back to from a damaged one
+    asynchronous: bool = False  # written while training goes on, from a second copy of the state in host memory
 
 
 class RunConfig(Section):

@@ -23,7 +23,7 @@ from typing import Any
 from megatron_sao.config import ConfigError, RunConfig, dump_config, load_config
 from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import load_tasks
-from megatron_sao.launch.process import SupervisedProcess, adopt_orphans, kill_descendants
+from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks, adopt_orphans, kill_descendants
 from megatron_sao.launch.progress import Progress
 
 MAX_RESTARTS = 3  # buffer, each engine sidecar, each worker
@@ -33,8 +33,6 @@ STOP_BUFFER_SECONDS = 3.0
 POLL_SECONDS = 0.2
 MIN_FREE_BYTES = 10**9
 EXIT_CONFIG = 2  # a child that ends with it would end the same way again
-# torchrun closes a failed rank's output with a report of its own, which says nothing about the cause.
-TORCHRUN_REPORT = r"^.*torch/distributed/elastic/.*(failed \(exitcode|Sending process \d+ closing signal)"
 
 
 def main(config: RunConfig, run_dir: Path) -> int:
@@ -279,8 +277,7 @@ class Launcher:
                 master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
             rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             return self._process("trainer", ["train"], env | master | rank, MAX_TRAINER_RESTARTS)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return self._process("trainer", ["train"], env, MAX_TRAINER_RESTARTS, torchrun)
+        return self._process("trainer", ["train"], env, MAX_TRAINER_RESTARTS, ranks)
 
     def _process(
         self,
@@ -288,11 +285,11 @@ class Launcher:
         command: list[str],
         env: dict[str, str],
         max_restarts: int = MAX_RESTARTS,
-        launcher: list[str] | None = None,
+        ranks: int = 1,
     ) -> SupervisedProcess:
         subcommand, *options = command
         arguments = [subcommand, str(self.run_dir / "config.yaml"), "--run-dir", str(self.run_dir), *options]
-        argv = [sys.executable, *(launcher or []), "-m", "megatron_sao.cli", *arguments]
+        argv = ["-m", "megatron_sao.cli", *arguments]
         common = {
             **os.environ,
             "MEGATRON_SAO_TOKEN": self.token,
@@ -301,8 +298,10 @@ class Launcher:
         }
         # Many processes share the cores; without a bound each takes all of them, and gloo ranks wait for each other.
         common.setdefault("OMP_NUM_THREADS", "1")
-        report = TORCHRUN_REPORT if launcher else None
-        return SupervisedProcess(name, argv, common | env, self.run_dir / "logs", max_restarts, report)
+        logs = self.run_dir / "logs"
+        if ranks > 1:
+            return SupervisedRanks(name, ranks, argv, common | env, logs, max_restarts)
+        return SupervisedProcess(name, [sys.executable, *argv], common | env, logs, max_restarts)
 
     def _gpu_shares(self, needs: list[int]) -> list[dict[str, str]]:
         """One environment per need, giving each its own devices; all devices to everyone where there are too few."""

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,7 +79,6 @@ class SupervisedProcess:
         env: its whole environment.
         log_dir: gets ``<name>.log``, appended to by every start.
         max_restarts: how often :meth:`restart` may be called.
-        epilogue: a regular expression; what the log holds from its match on is no part of the last words.
     """
 
     def __init__(
@@ -88,14 +88,12 @@ class SupervisedProcess:
         env: dict[str, str],
         log_dir: Path,
         max_restarts: int = 0,
-        epilogue: str | None = None,
     ) -> None:
         self.name = name
         self.argv = argv
         self.env = env
         self.log = log_dir / f"{name}.log"
         self.max_restarts = max_restarts
-        self.epilogue = epilogue
         self.restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where this start's output begins
@@ -154,14 +152,56 @@ class SupervisedProcess:
 
     def last_words(self, lines: int = 20) -> str:
         """The last non-empty lines this start wrote."""
+        return "\n".join([line for line in self._output().splitlines() if line.strip()][-lines:])
+
+    def _output(self, limit: int = 20_000) -> str:
+        """The end of what this start wrote."""
         with self.log.open("rb") as log:
-            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - 20_000))
-            text = log.read().decode(errors="replace")
-        if self.epilogue and (match := re.search(self.epilogue, text, re.MULTILINE)) and match.start():
-            text = text[: match.start()]
-        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+            log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - limit))
+            return log.read().decode(errors="replace")
 
     def describe_exit(self) -> str:
         """``exit code 3`` or ``killed by SIGKILL``."""
         code = self.exit_code()
         return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+class SupervisedRanks(SupervisedProcess):
+    """A torchrun with several ranks on this machine. Its end is that of the rank that failed first: torchrun itself
+    always exits with 1, ends the other ranks, and closes with a report that says nothing about the cause.
+
+    Args:
+        ranks: how many.
+        argv: what each rank runs, without the interpreter.
+        Others: as SupervisedProcess's; ``logs/ranks`` gets each rank's output apart.
+    """
+
+    _failure = re.compile(r"torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
+
+    def __init__(
+        self, name: str, ranks: int, argv: list[str], env: dict[str, str], log_dir: Path, max_restarts: int = 0
+    ) -> None:
+        apart = ["--tee=3", f"--log-dir={log_dir / 'ranks'}"]  # also marks each rank's lines in the common log
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *apart]
+        super().__init__(name, [sys.executable, *torchrun, *argv], env, log_dir, max_restarts)
+
+    def exit_code(self) -> int | None:
+        code, failure = super().exit_code(), self._first_failure()
+        return int(failure[1]) if code and failure else code
+
+    def last_words(self, lines: int = 20) -> str:
+        failure = self._first_failure()
+        if failure is None:
+            return super().last_words(lines)
+        mark = f"[default{failure[2]}]:"
+        own = [line for line in self._output(1_000_000).splitlines() if line.startswith(mark)]
+        own = [line.removeprefix(mark) for line in own]
+        return "\n".join([line for line in own if line.strip()][-lines:])
+
+    def describe_exit(self) -> str:
+        failure = self._first_failure()
+        return f"rank {failure[2]} {super().describe_exit()}" if failure else super().describe_exit()
+
+    def _first_failure(self) -> re.Match[str] | None:
+        """What torchrun says of it, once it has ended."""
+        return self._failure.search(self._output()) if super().exit_code() else None

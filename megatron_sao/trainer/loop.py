@@ -70,22 +70,28 @@ class Stage:
     def save_for_next_stage(self, stage: str) -> None:
         """Checkpoint the weights alone: each stage has optimizers of its own."""
         self._save(Position.of(stage, 0), {})
+        self.finish_save(wait=True)
+
+    def finish_save(self, wait: bool) -> None:
+        """Complete the checkpoint being written if it can be, then let the buffer forget what no retained one needs."""
+        if self.checkpoints.finish(wait) and self.source is not None:
+            oldest = self.checkpoints.oldest()
+            self.source.commit(oldest.stage, oldest.step)
 
     def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
-        """Then let the buffer forget what no retained checkpoint needs."""
         models = {"policy": self.policy.trainable.chunks}
         if self.critic is not None:
             models["critic"] = self.critic.trainable.chunks
+        self.finish_save(wait=True)  # the one before
         self.checkpoints.save(position, models, trained, extra={"running_mean": self.baseline.state_dict()})
-        if self.source is not None:
-            oldest = self.checkpoints.oldest()
-            self.source.commit(oldest.stage, oldest.step)
+        self.finish_save(wait=not self.config.checkpoint.asynchronous)
 
 
 def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> None:
     """Supervised cold start."""
     settings = stage.config.sft
     for step in range(first_step, settings.steps):
+        stage.finish_save(wait=False)
         watch = Stopwatch()
         batch = stage.microbatches(demonstrations.batch(step, settings.batch_size))
         metrics = stage.policy.sft_step(batch)
@@ -100,6 +106,7 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
     """Value pretraining: the critic learns on rollouts of the frozen policy, version 0."""
     config, settings = stage.config, stage.config.value
     for step in range(first_step, steps):
+        stage.finish_save(wait=False)
         watch = Stopwatch()
         trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
         watch.lap("wait")
@@ -126,6 +133,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
     if steps == 0:
         save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
     for step in range(first_step, steps):
+        stage.finish_save(wait=False)
         watch = Stopwatch()
         if config.algorithm.reset_policy_optimizer_on_sync and step > 0 and step % settings.sync_interval == 0:
             # Here and not after the push: a checkpoint cannot hold an Adam that has never stepped.
@@ -147,6 +155,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
             save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
         if (step + 1) % config.checkpoint.save_interval == 0 or last:
             stage.save("rl", step + 1)
+    stage.finish_save(wait=True)
     if stage.fleet is not None:
         stage.fleet.close()
 

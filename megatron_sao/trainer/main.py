@@ -44,10 +44,8 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
     for noisy in ("megatron", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
-    try:
-        Run(config, run_dir, batches_dir, backend).run()
-    finally:
-        stop_runtime()
+    Run(config, run_dir, batches_dir, backend).run()
+    stop_runtime()  # not after an error: closed connections would make the other ranks fail before this one has
 
 
 class Run:
@@ -58,7 +56,11 @@ class Run:
         self.model = read_hf_model(config.model.path)
         replayed_routing(config)  # raises for a dense model
         self.world = World.current(backend.device, config.parallel)
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", self.model.raw, config.checkpoint.keep)
+        settings = config.checkpoint
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints", self.model.raw, settings.keep, backend.device, settings.asynchronous
+        )
+        self.checkpoints.find_newest()
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
         self.recorded = None
         if batches_dir is not None:
@@ -72,7 +74,7 @@ class Run:
         self.client = None if self.recorded else BufferClient(*buffer_address())  # --batches needs no buffer
 
     def run(self) -> None:
-        start = self.checkpoints.latest() or Position.of("sft", 0)
+        start = self.checkpoints.newest or Position.of("sft", 0)
         log.info("training starts at %s", start)
         for name in STAGES[start.stage_index :]:
             first_step = start.step if name == start.stage else 0
@@ -153,7 +155,7 @@ class Run:
 
         A critic that no checkpoint holds yet starts as the policy (SAO.md §4).
         """
-        newest = self.checkpoints.latest()
+        newest = self.checkpoints.newest
         saved = self.checkpoints.contents(newest) if newest else Contents([], [])
         present = {name: chunks for name, chunks in models.items() if name in saved.models}
         resumed = {name: t for name, t in trained.items() if newest == position and name in saved.optimizers}
@@ -173,7 +175,7 @@ class Run:
     def _stage(self, policy: Policy, critic: Critic | None = None, policy_version: int | None = None) -> Stage:
         """``policy_version`` is given by the stages that need rollouts."""
         exporter = HFExporter(policy.trainable.chunks, self.model, policy.trainable.config)
-        newest = self.checkpoints.latest()
+        newest = self.checkpoints.newest
         baseline = RunningMeanBaseline(self.config.algorithm.running_mean_window)
         if newest is not None:
             baseline.load_state_dict(self.checkpoints.extra(newest)["running_mean"])

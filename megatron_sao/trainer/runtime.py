@@ -15,9 +15,7 @@ from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_sao.models.backend import Backend, start_backend
 
 
-def start_runtime(
-    model: ModelConfig, parallel: ParallelConfig, seed: int, deterministic: bool, timeout_minutes: float = 60.0
-) -> Backend:
+def start_runtime(model: ModelConfig, parallel: ParallelConfig, seed: int, deterministic: bool) -> Backend:
     """Join the trainer's world and set up Megatron's process groups.
 
     Ranks come from the environment as torchrun and Slurm set it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
@@ -30,7 +28,7 @@ def start_runtime(
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(_free_port())
     backend = start_backend(model.device, model.layers)
-    dist.init_process_group(backend.distributed_backend, timeout=timedelta(minutes=timeout_minutes))
+    dist.init_process_group(backend.distributed_backend, timeout=timedelta(seconds=parallel.collective_timeout))
     set_layout(parallel, seed)
     torch.use_deterministic_algorithms(deterministic)
     return backend
@@ -51,6 +49,7 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=parallel.collective_timeout / 60,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

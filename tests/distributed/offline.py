@@ -17,7 +17,7 @@ from tests.trajectories import make_trajectory
 VALUE_STEPS, RL_STEPS, BATCH = 2, 4, 6
 
 
-def random_trajectory(rng: np.random.Generator, name: str, length: int) -> Trajectory:
+def random_trajectory(rng: np.random.Generator, name: str, length: int, **changes: Any) -> Trajectory:
     """Actions and observations in random turns, with behaviour log-probabilities near a uniform policy's."""
     mask = (rng.random(length) < 0.6).astype(np.uint8)
     mask[:2], mask[-1] = 0, 1
@@ -31,6 +31,7 @@ def random_trajectory(rng: np.random.Generator, name: str, length: int) -> Traje
         rewards=rewards,
         versions=[("1.0", 0, length)],
         turns=[("prompt", 0, 2), ("action", 2, length)],
+        **changes,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,4 +179,13 @@ def test_a_failed_ranks_last_words_are_its_own_and_not_torchruns(launch):
     run = launch({"trainer": "fail"}, world_size=2, nproc_per_node=2)
     code, errors = run.finish(150)
     assert code == 1
+    assert re.search(r"trainer died for good \(rank [01] exit code 1, 2 restarts\)", errors)
     assert errors.rstrip().endswith("ArithmeticError: the trainer has had enough")
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_run_their_config_are_not_tried_again(launch):
+    run = launch({"trainer": "misconfigured"}, world_size=2, nproc_per_node=2)
+    code, errors = run.finish(150)
+    assert (code, len(run.started("trainer"))) == (1, 2)
+    assert errors.rstrip().endswith("megatron-sao: the trainer cannot run this")

@@ -12,7 +12,7 @@ import pytest
 from megatron_sao.cli import main as cli
 from megatron_sao.config import ConfigError, RunConfig, dump_config, parse_config
 from megatron_sao.launch import local
-from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks
 from megatron_sao.launch.progress import Metrics, clock
 
 
@@ -130,18 +130,32 @@ def test_gpus_are_divided_where_there_are_enough_and_shared_otherwise(tmp_path, 
 
 
 def test_last_words_are_those_of_the_last_start(tmp_path):
-    script = (
-        "import sys; print('first'); print('cause'); print('x torch/distributed/elastic/a.py failed (exitcode: 1)')"
+    process = SupervisedProcess(
+        "p", [sys.executable, "-c", "print('first'); print('last')"], dict(os.environ), tmp_path, 1
     )
-    process = SupervisedProcess("p", [sys.executable, "-c", script], dict(os.environ), tmp_path, 1)
     for start in (process.start, process.restart):
         start()
         assert process.wait(time.monotonic() + 30)
-    assert process.last_words().splitlines()[0] == "first" and len(process.last_words().splitlines()) == 3
-    assert process.last_words(1).startswith("x torch")
-    process.epilogue = local.TORCHRUN_REPORT
-    assert process.last_words().splitlines() == ["first", "cause"]
+    assert process.last_words().splitlines() == ["first", "last"]
+    assert process.last_words(1) == "last"
     assert process.log.read_text().count("first") == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "description"), [(-9, "rank 1 killed by SIGKILL"), (2, "rank 1 exit code 2")], ids=["killed", "failed"]
+)
+def test_ranks_end_as_the_one_that_failed_first(code, description, tmp_path):
+    log = f"""[default0]:hello
+[default1]:the cause
+[default0]:Connection closed by peer
+W1 torch/distributed/elastic/multiprocessing/api.py:906] Sending process 7 closing signal SIGTERM
+E1 torch/distributed/elastic/multiprocessing/api.py:1003] failed (exitcode: {code}) local_rank: 1 (pid: 8) of binary: p
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError"""
+    ranks = SupervisedRanks("p", 2, [], dict(os.environ), tmp_path)
+    ranks.argv = [sys.executable, "-c", f"print({log!r}); raise SystemExit(1)"]
+    ranks.start()
+    assert ranks.wait(time.monotonic() + 30)
+    assert (ranks.exit_code(), ranks.describe_exit(), ranks.last_words()) == (code, description, "the cause")
 
 
 def test_metrics_are_read_as_they_grow(tmp_path):
