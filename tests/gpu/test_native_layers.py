@@ -51,13 +51,15 @@ def test_logits_on_cuda_equal_those_of_transformers_on_the_cpu(write: str, world
     torch.testing.assert_close(logits, torch.cat([expected, expected]), rtol=1e-3, atol=1e-3)
 
 
-def test_a_run_on_recorded_batches_trains_on_cuda(world, tmp_path: Path) -> None:
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_a_run_on_recorded_batches_trains_on_cuda(distributed_optimizer: bool, world, tmp_path: Path) -> None:
     from megatron_sao.trainer.main import Run
     from tests.distributed.offline import RL_STEPS, offline_config, read_metrics, write_batches
     from tests.tiny_models import write_glm4_moe
 
     model = write_glm4_moe(tmp_path / "model")
-    Run(offline_config(model), tmp_path, write_batches(tmp_path / "batches"), world).run()
+    config = offline_config(model, parallel={"distributed_optimizer": distributed_optimizer})
+    Run(config, tmp_path, write_batches(tmp_path / "batches"), world).run()
     metrics = read_metrics(tmp_path)
     assert ("rl", RL_STEPS - 1) in metrics
     assert 0 < metrics["rl", 0]["train/policy_grad_norm"] < 100
