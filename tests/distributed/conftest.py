@@ -1,4 +1,4 @@
-"""Small models."""
+"""Small models, and the table of layouts that the tests have compared."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
+
+LAYOUT_TABLE = pytest.StashKey[list[tuple[int, str, str, float, float]]]()  # rows of test_layouts.py
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not (rows := config.stash.get(LAYOUT_TABLE, [])):
+        return
+    terminalreporter.section("largest relative difference from a single rank")
+    terminalreporter.write_line("| ranks | layout | step | metrics | gradients |\n|---|---|---|---|---|")
+    for ranks, layout, kind, metric, gradient in rows:
+        compared = f"{gradient:.1e}" if gradient else "–"
+        terminalreporter.write_line(f"| {ranks} | {layout} | {kind} | {metric:.1e} | {compared} |")
 
 
 @pytest.fixture(scope="session")

@@ -194,3 +194,14 @@ def assert_same(
     for name, tensor in expected[1].items():
         difference, norm = float((actual[1][name] - tensor).double().norm()), float(tensor.double().norm())
         assert difference <= tolerance * max(norm, 1e-12) + rounding.get(name, 0.0), (name, difference, norm)
+
+
+def worst(actual: Result, expected: Result) -> tuple[float, float]:
+    """The largest relative difference of a metric, and of a gradient (0 where there is none to compare)."""
+    metrics = [abs(actual[0][name] - value) / abs(value) for name, value in expected[0].items() if value]
+    gradients = [
+        float((actual[1][name] - gradient).double().norm() / gradient.double().norm())
+        for name, gradient in expected[1].items()
+        if not name.startswith("change/") and gradient.any()
+    ]
+    return max(metrics), max(gradients, default=0.0)

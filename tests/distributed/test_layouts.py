@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_sao.models.backend import Backend
-from tests.distributed.gradients import Result, assert_same, rounding, step_and_change
+from tests.distributed.conftest import LAYOUT_TABLE
+from tests.distributed.gradients import Result, assert_same, rounding, step_and_change, worst
 from tests.distributed.walk_layouts import KINDS, steps
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -29,7 +30,7 @@ def single(world: Backend, glm4_moe: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_metrics_and_gradient_and_change_of_every_parameter_equal_those_of_a_single_rank(
-    world_size: int, single: dict[str, Result], glm4_moe: Path, tmp_path: Path
+    world_size: int, single: dict[str, Result], glm4_moe: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     """One torchrun per world size walks through all its layouts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
@@ -37,9 +38,11 @@ def test_metrics_and_gradient_and_change_of_every_parameter_equal_those_of_a_sin
     done = subprocess.run(walk, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     wrong, last_bits = {}, rounding(glm4_moe)
+    rows = pytestconfig.stash.setdefault(LAYOUT_TABLE, [])
     for layout, kind in steps(world_size):
         try:
             result = torch.load(tmp_path / f"{layout}-{kind}.pt", weights_only=True)
+            rows.append((world_size, layout, kind, *worst(result, single[kind])))
             assert_same(result, single[kind], tolerance=1e-5, rounding=last_bits)
         except AssertionError as difference:
             wrong[layout, kind] = str(difference)
