@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,3 +39,11 @@ def run_config(model_path: Path, **sections: Any) -> RunConfig:
         "rollout": {"environment": "unused:Unused", "max_tokens": 128, "concurrency": 32},
     }
     return parse_config(raw | sections)
+
+
+async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """What ``condition`` returns as soon as that is true."""
+    async with asyncio.timeout(seconds):
+        while not (value := condition()):
+            await asyncio.sleep(0.02)
+        return value

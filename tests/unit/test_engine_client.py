@@ -1,4 +1,4 @@
-"""Engine client, worker and sidecar against small fakes: a failing server costs a retry, not a trajectory."""
+"""Engine client and worker against small fakes: a failing server costs a retry, not a trajectory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import base64
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,19 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import psutil
 import pytest
 from aiohttp import web
 
 from megatron_sao.buffer.client import BufferError, EngineInfo, Lease
-from megatron_sao.config import ConfigError, EngineConfig, RunConfig, SamplingConfig, parse_config
+from megatron_sao.config import ConfigError, RunConfig, SamplingConfig, parse_config
 from megatron_sao.data.routing import RoutingShape
-from megatron_sao.launch.process import SupervisedProcess
-from megatron_sao.rollout import engine as sidecar
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits, RequestRefused
 from megatron_sao.rollout.environment import EnvironmentFailure, load_object
-from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 from megatron_sao.rollout.worker import Player, Worker
+from tests.serving import eventually
 
 LIMITS = ModelLimits(vocab_size=100, context=64)
 Answer = Callable[[dict[str, Any]], web.Response | Awaitable[web.Response]]
@@ -442,111 +438,3 @@ def test_an_import_path_that_leads_nowhere_is_a_sentence():
         load_object("nowhere.at:all", "rollout.reward")
     with pytest.raises(ConfigError, match="defines no 'Missing'"):
         load_object(f"{__name__}:Missing", "rollout.environment")
-
-
-# --- server and sidecar ---------------------------------------------------------------------------------------------
-
-SERVER = """
-import http.server, json, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.dumps({"meta_info": {"weight_version": sys.argv[2]}}).encode()
-        self.send_response(200), self.send_header("content-length", str(len(body))), self.end_headers()
-        self.wfile.write(body)
-    def log_message(self, *arguments): pass
-print("listening", flush=True)
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-class FakeRegistry:
-    def __init__(self) -> None:
-        self.registered: list[str] = []
-        self.heartbeats = 0
-
-    async def register_engine(self, id: str, url: str, tp: int) -> None:
-        self.registered.append(url)
-
-    async def heartbeat_engine(self, id: str) -> None:
-        self.heartbeats += 1
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture
-def make_sidecar(tmp_path, monkeypatch):
-    """A sidecar whose server is a few lines of http.server, and whose buffer is a FakeRegistry."""
-    monkeypatch.setenv("MEGATRON_SAO_TOKEN", "token")
-    monkeypatch.setenv("MEGATRON_SAO_BUFFER", "http://127.0.0.1:9")
-
-    def make(code: str, **engine: Any) -> tuple[sidecar.Sidecar, FakeRegistry]:
-        command = lambda config, port, model, version: ([sys.executable, "-c", code, str(port), version], {})  # noqa: E731
-        monkeypatch.setattr(sidecar, "sglang_command", command)
-        settings = config(tmp_path, "OneTurn").model_copy(update={"engine": EngineConfig(**engine)})
-        made = sidecar.Sidecar(settings, tmp_path, 0, 0)
-        made._buffer = FakeRegistry()
-        return made, made._buffer
-
-    return make
-
-
-async def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    async with asyncio.timeout(seconds):
-        while not (value := condition()):
-            await asyncio.sleep(0.02)
-        return value
-
-
-def child_of_this_test() -> psutil.Process | None:
-    return next(iter(psutil.Process().children()), None)
-
-
-def test_the_sidecar_registers_its_server_and_registers_again_what_it_had_to_restart(make_sidecar):
-    made, registry = make_sidecar(SERVER)
-
-    async def run() -> None:
-        task = asyncio.create_task(made.run())
-        await eventually(lambda: len(registry.registered) == 1 and registry.heartbeats)
-        child_of_this_test().kill()
-        await eventually(lambda: len(registry.registered) == 2)
-        assert registry.registered[0] != registry.registered[1]
-        task.cancel()
-        await asyncio.wait([task])
-
-    asyncio.run(run())
-    assert child_of_this_test() is None
-
-
-def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(make_sidecar):
-    made, registry = make_sidecar("import sys; print('out of memory'); sys.exit(3)", max_restarts=2)
-    with pytest.raises(ServerFailed, match=r"(?s)max_restarts = 2 .*exit code 3.*out of memory"):
-        asyncio.run(made.run())
-    assert registry.registered == []
-
-
-def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
-    port = sidecar.free_port("127.0.0.1")
-    server = SupervisedProcess("other", [sys.executable, "-c", SERVER, str(port), "7.7"], {}, tmp_path)
-    server.start()
-    try:
-        with pytest.raises(ServerFailed, match=r"serves weights '7.7', not '0.0'"):
-            asyncio.run(wait_until_serving(server, f"http://127.0.0.1:{port}", "token", "0.0", timeout=20))
-    finally:
-        server.kill()
-
-
-def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGATRON_SAO_TOKEN", "secret-token")
-    flags = {"mem_fraction_static": 0.5, "sleep_on_idle": False, "lora_paths": ["a", "b"], "enable_metrics": True}
-    settings = config(tmp_path, "OneTurn").model_copy(update={"engine": EngineConfig(sglang=flags)})
-    argv, env = sglang_command(settings, 1234, tmp_path, "0.0")
-    line = " ".join(argv)
-    assert "--mem-fraction-static 0.5" in line and line.count("--mem-fraction-static") == 1
-    assert "--sleep-on-idle" not in line and "--lora-paths a b" in line and line.endswith("--enable-metrics")
-    assert "--device cpu" in line and "cpu_stub" in env["PYTHONPATH"] and "secret-token" not in line
-    on_gpu = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
-    argv, env = sglang_command(on_gpu, 1234, tmp_path, "0.0")
-    assert "--device" not in argv and "SGLANG_USE_CPU_ENGINE" not in env
-    reserved = settings.model_copy(update={"engine": EngineConfig(sglang={"api_key": "x"})})
-    with pytest.raises(ConfigError, match=r"engine.sglang.api_key is set by the run itself"):
-        sglang_command(reserved, 1234, tmp_path, "0.0")
