@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Ranks and servers share the cores; and threads divide a sum by its length, so that packs of different lengths would
+# round differently. Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if TYPE_CHECKING:
     from megatron_sao.models.backend import Backend

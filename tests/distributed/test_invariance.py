@@ -35,6 +35,12 @@ def pad_to_16(stage: Stage) -> None:
     stage.world = replace(stage.world, sequence_multiple=16)
 
 
+def without_load(result: Result) -> Result:
+    """For a batch with further prompts: experts are loaded by tokens that nothing is learned from, too."""
+    metrics, gradients = result
+    return {name: value for name, value in metrics.items() if not name.startswith("moe/")}, gradients
+
+
 def with_junk(trajectory: Trajectory, junk: float) -> Trajectory:
     off = trajectory.loss_mask == 0
     return replace(
@@ -86,7 +92,7 @@ def test_junk_off_the_loss_mask(junk: float, world: Backend, glm4_moe: Path, exp
 
 def test_trajectories_without_action_tokens(world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path) -> None:
     batch = [without_actions("one-token", 1), *mixed_batch(), without_actions("prompt-only", 12)]
-    assert_same(one_step(glm4_moe, batch, tmp_path, world), expected)
+    assert_same(without_load(one_step(glm4_moe, batch, tmp_path, world)), without_load(expected))
 
 
 def test_a_trajectory_of_300_turns_packs_like_any_other(world: Backend, glm4_moe: Path, tmp_path: Path) -> None:
@@ -100,7 +106,7 @@ def test_a_trajectory_of_300_turns_packs_like_any_other(world: Backend, glm4_moe
         parallel={"max_tokens_per_microbatch": 900},
     )  # fmt: skip
     assert alone[0]["train/action_tokens"] == 300
-    assert_same(halves, alone)
+    assert_same(without_load(halves), without_load(alone))
 
 
 def test_a_batch_whose_tokens_are_all_rejected_has_a_policy_gradient_of_exactly_zero(
@@ -154,8 +160,9 @@ def test_a_support_of_the_whole_vocabulary_changes_nothing(
 ) -> None:
     batch = [with_support(t, lambda token: list(range(VOCAB_SIZE))[::-1]) for t in mixed_batch()]
     batch.append(without_actions("prompt-only", 5))
+    result = one_step(glm4_moe, batch, tmp_path, world, rollout=TOP_K)
     # another formula, so another rounding
-    assert_same(one_step(glm4_moe, batch, tmp_path, world, rollout=TOP_K), expected, tolerance=1e-5)
+    assert_same(without_load(result), without_load(expected), tolerance=1e-5)
 
 
 def test_log_probabilities_are_taken_over_the_support_that_the_engine_reported(
