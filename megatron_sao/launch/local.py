@@ -272,9 +272,8 @@ class Launcher:
     def _trainer(self, env: dict[str, str]) -> SupervisedProcess:
         ranks = self.config.parallel.world_size
         if ranks == 1:  # the variables torchrun would set, without the seconds it takes to start
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+            # port 0: whichever is free when it is opened, since nobody else has to find it
+            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
             rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
             return self._process("trainer", ["train"], env | master | rank, MAX_TRAINER_RESTARTS)
         return self._process("trainer", ["train"], env, MAX_TRAINER_RESTARTS, ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -26,7 +25,7 @@ def start_runtime(model: ModelConfig, parallel: ParallelConfig, seed: int, deter
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ["MASTER_PORT"] = str(_free_port())
+        os.environ["MASTER_PORT"] = "0"  # whichever is free when it is opened: nobody else has to find it
     backend = start_backend(model.device, model.layers)
     dist.init_process_group(backend.distributed_backend, timeout=timedelta(seconds=parallel.collective_timeout))
     set_layout(parallel, seed)
@@ -58,9 +57,3 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
 def stop_runtime() -> None:
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]

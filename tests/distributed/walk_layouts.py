@@ -72,6 +72,7 @@ ONLY = {  # the layouts of a kind that does not run in all of them
     "plain_gae": ("cp2", "pp2_cp2"),
     "adam": [layout for layout, sizes in LAYOUTS.items() if "distributed_optimizer" in sizes],
 }
+TWO_RANKS = ("lopsided", "recompute", "replay")  # and eight; four ranks take what layouts can do to each other
 
 
 def steps(world_size: int) -> list[tuple[str, str]]:
@@ -83,6 +84,7 @@ def steps(world_size: int) -> list[tuple[str, str]]:
         if sizes["world_size"] == world_size
         and ("distributed_optimizer" not in sizes or kind == "adam")
         and layout in ONLY.get(kind, LAYOUTS)
+        and (world_size != 4 or kind not in TWO_RANKS)
     ]
 
 

@@ -65,7 +65,7 @@ def policy(world: Backend, glm4_moe_server: Server) -> Policy:
     config = transformer_config(model, settings, ParallelConfig())
     chunks = build_policy(model, config, "native")
     load_hf_weights(chunks, model, config, "policy")
-    return Policy(Trainable(chunks, config, OptimizerConfig(), 1, False), model.vocab_size, temperature=1.0)
+    return Policy(Trainable(chunks, config, OptimizerConfig(), 1, ParallelConfig()), model.vocab_size, temperature=1.0)
 
 
 def routers(policy: Policy) -> list[TopKRouter]:
