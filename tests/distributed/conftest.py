@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.layout_table import LAYOUT_TABLE
 from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
-
-LAYOUT_TABLE = pytest.StashKey[list[tuple[int, str, str, float, float]]]()  # rows of test_layouts.py
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_sao.models.backend import Backend
-from tests.distributed.conftest import LAYOUT_TABLE
 from tests.distributed.gradients import Result, assert_same, rounding, step_and_change, worst
+from tests.distributed.layout_table import LAYOUT_TABLE
 from tests.distributed.walk_layouts import KINDS, steps
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
