@@ -1,4 +1,4 @@
-"""Small models, and the table of layouts that the tests have compared."""
+"""Small models, recorded batches, and the table of layouts that the tests have compared."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layout_table import LAYOUT_TABLE
+from tests.distributed.offline import write_batches
 from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
 
 
@@ -33,3 +34,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen3(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_batches(tmp_path_factory.mktemp("batches"))

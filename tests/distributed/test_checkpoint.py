@@ -22,14 +22,9 @@ from megatron_sao.trainer.checkpoint import CheckpointError
 from megatron_sao.trainer.loop import run_rl
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.offline import RL_STEPS, offline_config, read_metrics, write_batches
+from tests.distributed.offline import RL_STEPS, offline_config, read_metrics
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_batches(tmp_path_factory.mktemp("batches"))
 
 
 @pytest.fixture(scope="module")
