@@ -1,6 +1,9 @@
-"""Table and plots of the study's runs, finished or not: `python tools/study/report.py [--out DIR] [--docs DIR]`.
+"""Table and plots of the study's runs, finished or not:
 
-Prints the table as Markdown, for docs/study.md, and writes docs/study-TASK.png.
+    python tools/study/report.py [TASK ...] [--only METHOD ...] [--name NAME] [--out DIR] [--docs DIR]
+
+Prints the table as Markdown, for docs/study.md, and writes docs/study-NAME.png and, so that the curves outlive the run
+directories, docs/study-NAME.json. NAME is the task's unless given.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ PANELS = {
     "rejected (DIS) or clipped (PPO) fraction": "masked",
     "explained variance of the critic": "train/explained_variance",
 }
-SMOOTHING = 20  # steps that a training curve is averaged over
+SMOOTHING = 20  # steps that a plotted training curve is averaged over
+CURVE_STEPS = 25  # the same of a recorded one
 
 Events = list[dict[str, Any]]
 
@@ -81,6 +85,22 @@ def table(runs: dict[str, dict[int, Events]]) -> str:
     return "\n".join(rows)
 
 
+def curves(runs: dict[str, dict[int, Events]]) -> dict[str, dict[str, Any]]:
+    """What is plotted, by run and panel: steps and values; a training curve as its means over CURVE_STEPS steps."""
+    record: dict[str, dict[str, Any]] = {}
+    for method, seeds in runs.items():
+        for seed, events in seeds.items():
+            panels = record[f"{method}-{seed}"] = {}
+            for title, metric in PANELS.items():
+                steps, values = series(events, metric)
+                if metric != "eval/success_rate":
+                    windows = np.arange(CURVE_STEPS, len(values) + 1, CURVE_STEPS)
+                    values = np.array([values[end - CURVE_STEPS : end].mean() for end in windows])
+                    steps = steps[windows - 1] if len(windows) else steps[:0]
+                panels[title] = {"steps": steps.tolist(), "values": [float(f"{value:.4g}") for value in values]}
+    return record
+
+
 def plot(runs: dict[str, dict[int, Events]], path: Path) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(15, 8))
     for axis, (title, metric) in zip(axes.flat, PANELS.items(), strict=True):
@@ -104,13 +124,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--only", nargs="*", help="methods, in this order; default: all")
+    parser.add_argument("--name", help="of the plot and the record; default: the task's")
     parser.add_argument("tasks", nargs="*")
     options = parser.parse_args()
     tasks = options.tasks or sorted(p.name for p in options.out.iterdir() if p.is_dir() and p.name != "cold_start")
+    if options.name and len(tasks) != 1:
+        parser.error(f"--name {options.name} is for one task, but there are {len(tasks)}: name the task")
     for task in tasks:
         runs = read_runs(options.out, task)
-        print(f"\n### {task}\n\n{table(runs)}")
-        plot(runs, options.docs / f"study-{task}.png")
+        if options.only:
+            runs = {method: runs[method] for method in options.only if method in runs}
+        name = options.name or task
+        print(f"\n### {name}\n\n{table(runs)}")
+        plot(runs, options.docs / f"study-{name}.png")
+        record = {run: json.dumps(panels) for run, panels in curves(runs).items()}
+        lines = ",\n".join(f"{json.dumps(run)}: {panels}" for run, panels in record.items())
+        (options.docs / f"study-{name}.json").write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":
