@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from megatron_sao.config import ConfigError, RunConfig, parse_config
 from megatron_sao.launch import local
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 
 Result = tuple[Literal["ok", "warn", "FAIL"], str]
@@ -205,8 +206,8 @@ def check_sglang_serves() -> Result:
         )
         LlamaForCausalLM(shape).save_pretrained(folder)
         config = _tiny_config(folder)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        reserved = reserve_port("127.0.0.1")
+        port = port_of(reserved)
         os.environ.setdefault("MEGATRON_SAO_TOKEN", "doctor")
         argv, env = sglang_command(config, port, folder, "0.0")
         server = SupervisedProcess("sglang", argv, env, folder)
@@ -220,6 +221,7 @@ def check_sglang_serves() -> Result:
             return "FAIL", str(error)
         finally:
             server.kill()
+            reserved.close()
     return "ok", f"generated a token {time.monotonic() - began:.0f} s after the start"
 
 

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any
 from megatron_sao.config import ConfigError, RunConfig, dump_config, load_config
 from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import load_tasks
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks, adopt_orphans, kill_descendants
 from megatron_sao.launch.progress import Progress
 
@@ -131,20 +131,19 @@ def choose_ports(config: RunConfig) -> list[int]:
         port = config.engine.port + index if config.engine.port else 0
         wanted.append(("engine.port" + (f" + {index}" if index else ""), config.engine.host, port))
     with contextlib.ExitStack() as held:  # all at once, so that no two get the same
-        return [_listen(held.enter_context(socket.socket()), *want) for want in wanted]
+        return [_listen(held, *want) for want in wanted]
 
 
-def _listen(listener: socket.socket, field: str, host: str, port: int) -> int:
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _listen(held: contextlib.ExitStack, field: str, host: str, port: int) -> int:
     try:
-        listener.bind((host, port))
+        listener = held.enter_context(reserve_port(host, port))
         listener.listen(1)
     except OSError as error:
         raise ConfigError(
             f"{field} = {port}: cannot listen on {host}:{port} ({error.strerror}); stop what uses it or set another "
             "port (0: any free one)"
         ) from error
-    return listener.getsockname()[1]
+    return port_of(listener)
 
 
 @contextlib.contextmanager
@@ -176,6 +175,8 @@ class Launcher:
         self.signal: int | None = None
         self.token = secrets.token_urlsafe(32)
         self.buffer_port, *self.engine_ports = ports
+        hosts = [config.buffer.host, *[config.engine.host] * config.engine.count]
+        self._reserved = [reserve_port(host, port) for host, port in zip(hosts, ports, strict=True)]  # while this lives
         host = "127.0.0.1" if config.buffer.host in ("0.0.0.0", "::") else config.buffer.host
         self.buffer_url = f"http://{host}:{self.buffer_port}"
         self.buffer, self.trainer, *others = self._processes()

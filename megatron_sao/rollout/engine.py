@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 from pathlib import Path
 
 from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUnavailable, buffer_address
 from megatron_sao.config import ConfigError, RunConfig
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 
@@ -72,7 +72,13 @@ class Sidecar:
     async def _serve_once(self) -> None:
         """Start the server and keep it registered; raises ServerFailed when it ends."""
         engine = self._config.engine
-        port = self._port or free_port(engine.host)
+        try:
+            reserved = reserve_port(engine.host, self._port)
+        except OSError as error:
+            raise ServerFailed(
+                f"cannot use port {self._port} of engine.host = {engine.host}: {error.strerror}"
+            ) from error
+        port = port_of(reserved)
         url = f"http://{engine.host}:{port}"
         argv, env = sglang_command(self._config, port, self._config.model.path, INITIAL_VERSION)
         server = SupervisedProcess(f"sglang-{self._index}", argv, env, self._log_dir)
@@ -92,6 +98,7 @@ class Sidecar:
             raise ServerFailed(f"SGLang ended ({server.describe_exit()}); its last lines:\n{server.last_words()}")
         finally:
             server.kill()
+            reserved.close()
 
     async def _send_heartbeats(self, url: str) -> None:
         while True:
@@ -102,13 +109,6 @@ class Sidecar:
                     raise
                 await self._buffer.register_engine(self.id, url, self._config.engine.tp)
             await asyncio.sleep(HEARTBEAT_SECONDS)
-
-
-def free_port(host: str) -> int:
-    """A port nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 async def until_signalled(work: asyncio.Future[None]) -> None:

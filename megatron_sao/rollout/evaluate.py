@@ -15,9 +15,10 @@ from megatron_sao.buffer.client import EngineInfo
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.tasks import Task, TaskError, load_tasks
 from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
-from megatron_sao.rollout.engine import INITIAL_VERSION, free_port
+from megatron_sao.rollout.engine import INITIAL_VERSION
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 from megatron_sao.rollout.worker import EnvironmentBroken, Player, load_tokenizer
 
@@ -70,7 +71,8 @@ async def _servers(config: RunConfig, run_dir: Path, model: Path, urls: list[str
     if urls:
         yield [EngineInfo(url, url.rstrip("/"), "clean", None, config.engine.tp, 0.0) for url in urls]
         return
-    port = config.engine.port or free_port(config.engine.host)
+    reserved = reserve_port(config.engine.host, config.engine.port)
+    port = port_of(reserved)
     url = f"http://{config.engine.host}:{port}"
     argv, env = sglang_command(config, port, model, INITIAL_VERSION)
     logs = run_dir / "logs"
@@ -83,6 +85,7 @@ async def _servers(config: RunConfig, run_dir: Path, model: Path, urls: list[str
         yield [EngineInfo("eval", url, "clean", INITIAL_VERSION, config.engine.tp, 0.0)]
     finally:
         server.kill()
+        reserved.close()
 
 
 def summary(trajectories: list[Trajectory]) -> dict[str, object]:

@@ -5,6 +5,7 @@ Every user of a machine can read the command lines on it, so MEGATRON_SAO_TOKEN 
 
 import os
 import sys
+import traceback
 
 from megatron_sao.launch.process import die_with_parent
 
@@ -17,10 +18,17 @@ def main() -> None:
 
     token = os.environ["MEGATRON_SAO_TOKEN"]
     load_plugins()
+    code = 0
     try:
         run_server(prepare_server_args([*sys.argv[1:], "--api-key", token, "--admin-api-key", token]))
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    except BaseException as error:
+        code = 1
+        if not isinstance(error, SystemExit):  # uvicorn's, which has said why
+            traceback.print_exc()
+    kill_process_tree(os.getpid(), include_parent=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # SGLang's warm-up thread would keep a server that failed to listen alive for minutes
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
 
 from megatron_sao.buffer.client import EngineInfo
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
-from megatron_sao.rollout.engine import INITIAL_VERSION, free_port
+from megatron_sao.rollout.engine import INITIAL_VERSION
 from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
 from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
 
@@ -47,7 +48,8 @@ def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactor
     """One real server, started by the product's own command; killed at the end even if tests fail."""
     os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
     config = run_config(glm4_moe_path, algorithm={"routing_replay": True})
-    port = free_port("127.0.0.1")
+    reserved = reserve_port("127.0.0.1")
+    port = port_of(reserved)
     argv, env = sglang_command(config, port, glm4_moe_path, INITIAL_VERSION)
     process = SupervisedProcess("sglang", argv, env, tmp_path_factory.mktemp("logs"))
     process.start()
@@ -57,3 +59,4 @@ def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactor
         yield Server(EngineInfo("e0", url, "clean", INITIAL_VERSION, 1, 0.0), config, process)
     finally:
         process.kill()
+        reserved.close()

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from megatron_sao.config import ConfigError, EngineConfig
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout import engine as sidecar
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
@@ -87,7 +88,8 @@ def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(mak
 
 
 def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
-    port = sidecar.free_port("127.0.0.1")
+    reserved = reserve_port("127.0.0.1")
+    port = port_of(reserved)
     server = SupervisedProcess("other", [sys.executable, "-c", SERVER, str(port), "7.7"], {}, tmp_path)
     server.start()
     try:
