@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import ModelConfig, ParallelConfig
 from megatron_sao.models.backend import Backend
@@ -19,6 +20,7 @@ from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.weights.load import HFTensors
 from tests.distributed.gradients import mixed_batch, trainables
 from tests.distributed.offline import offline_config, write_batches
+from tests.distributed.parity import build
 from tests.tiny_models import write_glm_moe_dsa
 
 pytestmark = pytest.mark.distributed
@@ -71,6 +73,19 @@ def test_a_sequence_no_longer_than_the_choice_is_left_to_causal_attention(indexe
     queries, keys, weights = (torch.zeros(5, *shape) for shape in ((indexer.heads, indexer.dim), (indexer.dim,), (8,)))
     assert indexer.top_k == 5
     assert indexer._choose(queries, keys, weights) is None
+
+
+def test_norms_of_the_latents_and_of_the_indexers_keys_have_the_epsilon_of_transformers(
+    world: Backend, model: Path
+) -> None:
+    """Which tiny models are too coarse to tell, since their variances are large."""
+    _, _, chunks = build(model, ParallelConfig())
+    ours = chunks[0].decoder.layers[0].self_attention
+    theirs = AutoModelForCausalLM.from_pretrained(model).model.layers[0].self_attn
+    assert ours.config.layernorm_epsilon == 1e-5
+    assert ours.q_layernorm.eps == theirs.q_a_layernorm.variance_epsilon
+    assert ours.kv_layernorm.eps == theirs.kv_a_layernorm.variance_epsilon
+    assert ours.core_attention.indexer.k_norm.eps == theirs.indexer.k_norm.eps
 
 
 def test_no_indexer_has_gradient_optimizer_state_or_step_even_where_the_whole_critic_trains(
