@@ -18,7 +18,7 @@ from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.metrics import Stopwatch
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.gradients import mixed_batch, trainables
+from tests.distributed.gradients import assert_same, mixed_batch, one_step, trainables
 from tests.distributed.offline import offline_config, write_batches
 from tests.distributed.parity import build
 from tests.tiny_models import write_glm_moe_dsa
@@ -137,3 +137,12 @@ def test_a_layer_that_shares_has_no_indexer_and_its_choice_is_made_once(
     sao_step(run, 0, mixed_batch(), Stopwatch())  # one micro-batch, of which every layer runs twice
     for core in cores:
         assert calls.count(core.indexer) == (core.indexer is not None)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_step_with_recomputed_layers_is_the_same_bit_for_bit(
+    recompute: str, world: Backend, model: Path, tmp_path: Path
+) -> None:
+    kept = one_step(model, mixed_batch(), tmp_path / "kept", world)
+    sections = {"model": {"path": str(model), "recompute": recompute}}
+    assert_same(one_step(model, mixed_batch(), tmp_path / "recomputed", world, **sections), kept, tolerance=0)
