@@ -91,7 +91,7 @@ def test_the_published_fields_of_glm_5_are_accepted(tmp_path: Path) -> None:
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave = false"),
         ("glm_moe_dsa", {"index_topk_pattern": "FSFFFSFS"}, r"indexer_types = \['full', 'shared', 'full', 'full'"),
         ("glm_moe_dsa", {"indexer_types": ["shared"] * 8}, r"indexer_types = \['shared', "),
-        ("glm_moe_dsa", {"layer_types": ["linear_attention"] * 8}, "layer_types with 'linear_attention' for glm_moe_dsa"),
+        ("glm_moe_dsa", {"layer_types": ["linear_attention"] * 8}, "with 'linear_attention' for glm_moe_dsa"),
         ("qwen3", {"layer_types": ["indexed_attention"]}, "layer_types with 'indexed_attention' for qwen3"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
     ],
