@@ -63,6 +63,12 @@ class HFModel:
         """Multi-token-prediction layers after the decoder's; a checkpoint need not have the tensors of all of them."""
         return self.raw.get("num_nextn_predict_layers") or 0
 
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale in a checkpoint of block-quantised FP8, else None."""
+        quantization = self.raw.get("quantization_config")
+        return tuple(quantization["weight_block_size"]) if quantization else None
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.raw.get("first_k_dense_replace", 0)
 
@@ -93,13 +99,25 @@ def read_hf_model(path: Path) -> HFModel:
         raise ConfigError(f"attention_bias in {path}/config.json is not implemented for {model.model_type}")
     if raw.get("use_sliding_window"):
         raise ConfigError(f"use_sliding_window in {path}/config.json is not implemented")
-    if raw.get("quantization_config"):
-        raise ConfigError(f"quantization_config in {path}/config.json: quantised weights cannot be read yet")
+    _check_quantization(raw.get("quantization_config"), path)
     if model.num_experts and not raw.get("norm_topk_prob", True):
         raise ConfigError(f"norm_topk_prob = false in {path}/config.json is not implemented")
     if model.num_experts and (raw.get("n_group", 1) > 1 or raw["num_experts_per_tok"] < 2):
         raise ConfigError(f"n_group > 1 or num_experts_per_tok = 1 in {path}/config.json is not implemented")
     return model
+
+
+def _check_quantization(quantization: dict[str, Any] | None, path: Path) -> None:
+    if quantization is None:
+        return
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    blocks = isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
+    if method != "fp8" or quantization.get("fmt", "e4m3") != "e4m3" or not blocks:
+        raise ConfigError(
+            f"quantization_config in {path}/config.json has quant_method {method!r}, fmt {quantization.get('fmt')!r}, "
+            f"weight_block_size {block!r}: of quantised weights only FP8 (e4m3) with one scale per block can be read; "
+            "use the bfloat16 release of the model"
+        )
 
 
 def transformer_config(model: HFModel, settings: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:

@@ -71,6 +71,11 @@ class Contents:
     optimizers: list[str]
 
 
+def config_fingerprint(model_config: dict[str, Any]) -> str:
+    """By which a checkpoint knows the model it was made of."""
+    return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+
+
 class Checkpoints:
     """The checkpoints of one run. All methods but ``contents``, ``extra`` and ``oldest`` are collective.
 
@@ -89,7 +94,7 @@ class Checkpoints:
         self, directory: Path, model_config: dict[str, Any], keep: int, device: torch.device, asynchronous: bool
     ) -> None:
         self._directory, self._keep, self._device, self._asynchronous = directory, keep, device, asynchronous
-        self._fingerprint = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+        self._fingerprint = config_fingerprint(model_config)
         self._writing: _Writing | None = None
         self.newest: Position | None = None
 
