@@ -17,29 +17,25 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bytes are moved, nothing is computed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_sao.config import ModelConfig
+from megatron_sao.config import ParallelConfig
 from megatron_sao.convert.hf_to_megatron import convert
-from megatron_sao.convert.ranks import byte_size, run_ranks, smallest_world
-from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from megatron_sao.convert.ranks import add_layout, byte_size, layout_of, run_tool
+from megatron_sao.models.backend import Backend
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True, help="model directory: config.json and safetensors")
     parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
-    for size, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
-        parser.add_argument(f"--{size}", type=int, default=1, help=f"{meaning}-parallel size (default 1)")
+    add_layout(parser)
     parser.add_argument("--shard-size", type=byte_size, default="5GB", help="bytes of a file at most (default 5GB)")
     options = parser.parse_args(arguments)
-    parallel = smallest_world(options.tp, options.pp, options.ep, options.etp)
 
-    def work() -> int:
-        start_runtime(ModelConfig(path=options.hf), parallel, seed=0, deterministic=True)
+    def work(parallel: ParallelConfig, _backend: Backend) -> int:
         convert(options.hf, options.out, parallel, options.shard_size)
-        stop_runtime()
         return 0
 
-    return run_ranks(parallel.world_size, work)
+    return run_tool(lambda: layout_of(options), options.hf, work)
 
 
 if __name__ == "__main__":

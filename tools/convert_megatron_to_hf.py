@@ -19,10 +19,10 @@ from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bytes are moved, nothing is computed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron_sao.config import ModelConfig, ParallelConfig
+from megatron_sao.config import ParallelConfig
 from megatron_sao.convert.megatron_to_hf import convert
-from megatron_sao.convert.ranks import byte_size, run_ranks
-from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from megatron_sao.convert.ranks import byte_size, run_tool
+from megatron_sao.models.backend import Backend
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,14 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))
 
-    def work() -> int:
-        parallel = ParallelConfig(world_size=ranks, nproc_per_node=ranks)
-        start_runtime(ModelConfig(path=options.megatron), parallel, seed=0, deterministic=True)
+    def work(_parallel: ParallelConfig, _backend: Backend) -> int:
         convert(options.megatron, options.out, options.hf, options.dtype, options.shard_size)
-        stop_runtime()
         return 0
 
-    return run_ranks(ranks, work)
+    return run_tool(lambda: ParallelConfig(world_size=ranks, nproc_per_node=ranks), options.megatron, work)
 
 
 if __name__ == "__main__":

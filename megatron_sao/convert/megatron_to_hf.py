@@ -22,8 +22,7 @@ from megatron_sao.convert.ranks import stop_on
 from megatron_sao.convert.staging import Staging
 from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.models.mapping import Entry, entries
-from megatron_sao.trainer import checkpoint_files as files
-from megatron_sao.trainer.checkpoint import config_fingerprint
+from megatron_sao.trainer.checkpoint import policy_checkpoint
 from megatron_sao.weights.export import exported_config, mtp_groups
 from megatron_sao.weights.fp8 import FP8, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantisable, quantise, scale_shape
 from megatron_sao.weights.hf_files import (
@@ -68,9 +67,8 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
         ConfigError: the checkpoint is damaged, of another model than ``hf``, or does not hold just its parameters;
             ``out`` exists.
     """
-    meta = _read_meta(megatron)
     original = read_original(megatron, hf)
-    check_model(meta, original.model, megatron)
+    meta = policy_checkpoint(megatron, original.model.raw)
     source = MegatronTensors(megatron)
     groups, problems = _trained_groups(source, original.model)
     stop_on(f"{megatron} does not hold the parameters of its model: {problems}" if problems else "")
@@ -114,26 +112,6 @@ def read_original(megatron: Path, hf: Path | None) -> Original:
     dtypes = json.loads((megatron / SOURCE).read_text())
     model = read_hf_model(megatron / HF)
     return Original(megatron / HF, model, {name: getattr(torch, dtype) for name, dtype in dtypes.items()})
-
-
-def _read_meta(megatron: Path) -> dict:
-    try:
-        meta = files.read_meta(megatron)
-    except ValueError as error:
-        raise WeightError(
-            f"--megatron {megatron} is neither a converted directory nor a checkpoint of a training run "
-            f"(runs/NAME/checkpoints/rl-STEP): {error}"
-        ) from error
-    for name in {".metadata", "metadata.json", SOURCE} & meta["files"].keys():
-        if damage := files.damage(megatron / name, tuple(meta["files"][name])):
-            raise WeightError(f"the checkpoint is damaged: {damage}")
-    return meta
-
-
-def check_model(meta: dict, model: HFModel, megatron: Path) -> None:
-    """Raises WeightError where the checkpoint ``megatron`` is not of this model."""
-    if meta["config"] != config_fingerprint(model.raw):
-        raise WeightError(f"{megatron} was made from another config.json than {model.path}/config.json; give that one")
 
 
 def _check_sizes(megatron: Path, meta: dict, names: set[str]) -> None:
