@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work(parallel: ParallelConfig, backend: Backend) -> int:
-        policy_checkpoint(options.megatron, read_hf_model(options.hf).raw)
+        policy_checkpoint(options.megatron, read_hf_model(options.hf).raw, backend.device)
         prompts = None
         if options.prompts is not None:
             prompts = _lines(options.prompts), options.new_tokens

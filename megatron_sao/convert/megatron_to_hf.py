@@ -22,6 +22,7 @@ from megatron_sao.convert.ranks import stop_on
 from megatron_sao.convert.staging import Staging
 from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.models.mapping import Entry, entries
+from megatron_sao.trainer import checkpoint_files as files
 from megatron_sao.trainer.checkpoint import policy_checkpoint
 from megatron_sao.weights.export import exported_config, mtp_groups
 from megatron_sao.weights.fp8 import (
@@ -75,16 +76,17 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
         ConfigError: the checkpoint is damaged, of another model than ``hf``, or does not hold just its parameters;
             ``out`` exists.
     """
-    original = read_original(megatron, hf)
-    meta = policy_checkpoint(megatron, original.model.raw)
+    model = read_hf_model(_original_directory(megatron, hf))
+    policy_checkpoint(megatron, model.raw, torch.device("cpu"))
+    original = Original(model.path, model, _original_dtypes(megatron, model, carried=hf is None))
     source = MegatronTensors(megatron)
-    groups, problems = _trained_groups(source, original.model)
+    groups, problems = _trained_groups(source, model)
     stop_on(f"{megatron} does not hold the parameters of its model: {problems}" if problems else "")
     if lacking := {spec.name for group in groups for spec in group.specs} - original.dtypes.keys():
         raise WeightError(f"{original.directory} lacks {sorted(lacking)}, so it is not what {megatron} was made from")
-    _check_sizes(megatron, meta, source.files() | {name for name in meta["files"] if name.startswith(f"{HF}/")})
     shards = plan_shards(_in_format(groups, original, dtype), shard_bytes)
-    job = {"from": meta["files"], "original": str(original.directory), "dtype": dtype, "shard_bytes": shard_bytes}
+    made = files.read_meta(megatron)["files"]
+    job = {"from": made, "original": str(original.directory), "dtype": dtype, "shard_bytes": shard_bytes}
     staging = Staging(out, job)
     if dist.get_rank() == 0:
         staging.prepare()
@@ -106,29 +108,20 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
     dist.barrier()
 
 
-def read_original(megatron: Path, hf: Path | None) -> Original:
-    """From ``hf`` or else from what a converted directory carries. Raises ConfigError where neither is there."""
-    if hf is not None:
-        model = read_hf_model(hf)
-        tensors = HFTensors(hf, model.fp8_block)
-        return Original(hf, model, {name: tensors.disk_specs(name)[0].dtype for name in tensors.names()})
-    if not (megatron / SOURCE).is_file():
+def _original_directory(megatron: Path, hf: Path | None) -> Path:
+    if hf is None and not (megatron / HF).is_dir():
         raise ConfigError(
-            f"{megatron} is a checkpoint of a training run, which has neither config nor tokenizer: give the model "
-            "directory that the run was started from (model.path) with --hf"
+            f"{megatron} was not made by tools/convert_hf_to_megatron.py, so it carries neither config nor tokenizer: "
+            "give the model directory that the training run was started from (model.path) with --hf"
         )
-    dtypes = json.loads((megatron / SOURCE).read_text())
-    model = read_hf_model(megatron / HF)
-    return Original(megatron / HF, model, {name: getattr(torch, dtype) for name, dtype in dtypes.items()})
+    return hf or megatron / HF
 
 
-def _check_sizes(megatron: Path, meta: dict, names: set[str]) -> None:
-    """What the files hold is verified as it is read; this finds a file that is cut short before hours have passed."""
-    for name in sorted(names):
-        size, path = meta["files"][name][0], megatron / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "no bytes: it is missing"
-            raise WeightError(f"the checkpoint is damaged: {path} has {found}, not the {size} that were written")
+def _original_dtypes(megatron: Path, model: HFModel, carried: bool) -> dict[str, torch.dtype]:
+    if carried:
+        return {name: getattr(torch, dtype) for name, dtype in json.loads((megatron / SOURCE).read_text()).items()}
+    tensors = HFTensors(model.path, model.fp8_block)
+    return {name: tensors.disk_specs(name)[0].dtype for name in tensors.names()}
 
 
 def _trained_groups(source: MegatronTensors, model: HFModel) -> tuple[list[Group], str]:

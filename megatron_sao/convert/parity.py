@@ -12,14 +12,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import HFModel, read_hf_model, transformer_config
+from megatron_sao.models.mapping import mtp_tensors
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.trainable import forward_kwargs
+from megatron_sao.weights.hf_files import HFTensors
 from megatron_sao.weights.megatron_files import load_megatron_weights
 
 
@@ -85,7 +87,7 @@ def compare(
     model = read_hf_model(hf)
     expected, sequences = None, None
     if dist.get_rank() == 0:
-        reference = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).to(device).eval()
+        reference = _reference(model).to(device).eval()
         sequences = random_sequences(model.vocab_size, *random)
         if prompts is not None:
             sequences = _continuations(reference, hf, *prompts)
@@ -95,6 +97,18 @@ def compare(
     sequences = Sequences(**broadcast_json(sequences and asdict(sequences), device))
     actual = _megatron_logits(model, megatron, parallel, device, sequences.token_ids)
     return None if expected is None else _parity(actual, expected, sequences)
+
+
+def _reference(model: HFModel) -> torch.nn.Module:
+    """What `transformers` makes of the directory, in float32. FP8 weights it gets dequantised: it would do that itself
+    on a CPU, but only with a package that is not among ours."""
+    if model.fp8_block is None:
+        return AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    config, source = AutoConfig.from_pretrained(model.path), HFTensors(model.path, model.fp8_block)
+    del config.quantization_config
+    weights = {name: source[name] for name in source.names() - mtp_tensors(model, source.names())}
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
 
 
 def _continuations(reference: torch.nn.Module, hf: Path, texts: list[str], new_tokens: int) -> Sequences:

@@ -76,29 +76,38 @@ def config_fingerprint(model_config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
 
 
-def policy_checkpoint(directory: Path, model_config: dict[str, Any]) -> dict[str, Any]:
-    """What ``meta.json`` says of a checkpoint outside a run, whose policy is wanted: one of another run, or a converted
-    Hugging Face directory.
+def policy_checkpoint(directory: Path, model_config: dict[str, Any], device: torch.device) -> None:
+    """Check a checkpoint outside a run, whose policy is wanted: one of another run, or a converted Hugging Face
+    directory. Collective: each rank reads its share of the files.
 
     Raises:
         CheckpointError: it is none, damaged, or of another model.
     """
+    problem = None
     try:
         meta = files.read_meta(directory)
     except ValueError as error:
-        raise CheckpointError(
+        problem = (
             f"{directory} is neither a directory made by tools/convert_hf_to_megatron.py nor a checkpoint of a run "
             f"(RUN/checkpoints/STAGE-STEP): {error}"
-        ) from error
-    if meta["config"] != config_fingerprint(model_config):
-        raise CheckpointError(
-            f"{directory} was made from another config.json than that of the model it is to be used with; name the "
-            "model it was made from"
         )
-    for name in {".metadata", "metadata.json"} & meta["files"].keys():
-        if damage := files.damage(directory / name, tuple(meta["files"][name])):
-            raise CheckpointError(f"the checkpoint {directory} is damaged: {damage}")
-    return meta
+    else:
+        if meta["config"] != config_fingerprint(model_config):
+            problem = (
+                f"{directory} was made from another config.json than that of the model it is to be used with; name the "
+                "model it was made from"
+            )
+        elif damage := _damage_in_share(directory, meta["files"]):
+            problem = f"the checkpoint {directory} is damaged: {damage}"
+    if problem := next((p for p in all_gather_json(problem, device) if p is not None), None):
+        raise CheckpointError(problem)
+
+
+def _damage_in_share(directory: Path, expected: dict[str, files.Checksum]) -> str | None:
+    """What is wrong with the files that this rank is to read of a checkpoint."""
+    share = sorted(expected.items())[dist.get_rank() :: dist.get_world_size()]
+    found = (files.damage(directory / name, tuple(checksum)) for name, checksum in share)
+    return next((sentence for sentence in found if sentence is not None), None)
 
 
 class Checkpoints:
@@ -287,9 +296,7 @@ class Checkpoints:
                     f"the checkpoint {path} was made from another config.json; use another run directory, or the model "
                     "it was made from"
                 )
-            share = sorted(meta["files"].items())[dist.get_rank() :: dist.get_world_size()]
-            found = (files.damage(path / name, tuple(expected)) for name, expected in share)
-            problem = next((sentence for sentence in found if sentence is not None), None)
+            problem = _damage_in_share(path, meta["files"])
         return next((p for p in all_gather_json(problem, self._device) if p is not None), None)
 
     def _fall_back(self, position: Position, named: str | None, problems: list[str]) -> None:

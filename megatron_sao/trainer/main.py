@@ -56,7 +56,7 @@ class Run:
         self.config, self.run_dir, self.backend = config, run_dir, backend
         self.model = read_hf_model(config.model.path)
         if config.model.megatron_path is not None:
-            policy_checkpoint(config.model.megatron_path, self.model.raw)
+            policy_checkpoint(config.model.megatron_path, self.model.raw, backend.device)
         replayed_routing(config)  # raises for a dense model
         self.world = World.current(backend.device, config.parallel)
         settings = config.checkpoint

@@ -252,10 +252,6 @@ class MegatronTensors:
         }
         return ", ".join(f"{what} {sorted(names)}" for what, names in found.items() if names)
 
-    def files(self) -> set[str]:
-        """Names of the files that hold the policy."""
-        return {info.relative_path for index, info in self._reader.storage_data.items() if index.fqn in self._tensors}
-
     def dtype(self, place: Place) -> torch.dtype:
         """Of what :meth:`read` returns."""
         return self._tensors[_pieces(place.template, place.tensor)[0].key].properties.dtype
