@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -286,6 +287,45 @@ def test_parity_tells_equal_models_from_ones_that_differ_in_one_number(
     different = compare(other, converted, layout, world.device, sizes, None)
     assert not different.passes(1e-4)
     assert different.max_difference > different.mean_difference > 0
+
+
+def test_memory_grows_neither_with_the_number_of_layers_nor_with_the_size_of_files(tmp_path: Path) -> None:
+    """16 MB the largest tensor; 84 and 304 MB of them, in files of 1 GB at most."""
+    models = [write_random_llama(tmp_path / f"llama-{layers}", layers) for layers in (4, 17)]
+    sizes = [sum(path.stat().st_size for path in model.glob("*.safetensors")) for model in models]
+    command = [sys.executable, "-m", "tests.distributed.measure_memory", str(10**9), *map(str, models)]
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is gone, and not kept for the next model
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small, large = json.loads(done.stdout.splitlines()[-1])
+    print(f"extra memory in MB, there and back: {sizes[0] / 1e6:.0f} MB {small}, {sizes[1] / 1e6:.0f} MB {large}")
+    assert sizes[1] > 3e8
+    assert max(small + large) < 6 * LARGEST_TENSOR
+    assert all(after < before + LARGEST_TENSOR for before, after in zip(small, large, strict=True))
+    assert_same_tensors(tensors_of(tmp_path / "llama-17-back"), tensors_of(models[1]))
+
+
+LARGEST_TENSOR = 8192 * 512 * 4
+
+
+def write_random_llama(directory: Path, layers: int) -> Path:
+    """Random bytes of the right names and shapes, without building a model of them."""
+    vocab, hidden, inner = 8192, 512, 2048
+    shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {f"{prefix}self_attn.{part}_proj.weight": (hidden, hidden) for part in "qkvo"}
+        shapes |= {f"{prefix}mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
+        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+    config = {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128, "tie_word_embeddings": True, "dtype": "float32",
+    }  # fmt: skip
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return rewrite(directory, {name: torch.rand(shape) for name, shape in shapes.items()})
 
 
 def test_plain_python_starts_the_ranks_of_the_layout(models: Path, tmp_path: Path) -> None:
