@@ -2,8 +2,8 @@
 
 The result is a checkpoint of the policy as the trainer writes it, and beside it
 
-* ``hf/``: what has no place in a Megatron model: config, tokenizer and the like, and the tensors of
-  multi-token-prediction layers as they are;
+* ``hf/``: what has no place in a Megatron model: config, tokenizer and the like, the tensors of multi-token-prediction
+  layers as they are, and the scales of weights that were in FP8;
 * ``source.json``: the dtype that every tensor had, so that the way back is exact.
 
 Each rank writes its own share under the layout given. Any other layout reads it as well; the same one reads the fewest
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from megatron_sao.models.mapping import Entry, entries
 from megatron_sao.trainer import checkpoint_files as files
 from megatron_sao.trainer.checkpoint import config_fingerprint
 from megatron_sao.weights.export import mtp_groups
+from megatron_sao.weights.fp8 import SCALE_SUFFIX
 from megatron_sao.weights.hf_files import (
+    Group,
     HFTensors,
     WeightError,
     companions,
@@ -78,7 +81,7 @@ def convert(hf: Path, out: Path, parallel: ParallelConfig, shard_bytes: int) -> 
     dist.barrier()
     table = {entry.name: entry for entry in entries(model, config)}
     mine = [place for place in weights if place.is_mine_to_write]
-    untrained = plan_shards(mtp_groups(model, hf, as_on_disk=True), shard_bytes)
+    carried = plan_shards(_carried(source, model), shard_bytes)
     total = sum(_nbytes(place) for place in mine)
     with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=dist.get_rank() > 0) as bar:
         for number, part in enumerate(_parts(mine, shard_bytes)):
@@ -87,7 +90,7 @@ def convert(hf: Path, out: Path, parallel: ParallelConfig, shard_bytes: int) -> 
                 staging.finish(name, _write_part(staging.directory / name, part, source, table, model, config, bar))
             else:
                 bar.update(sum(_nbytes(place) for place in part))
-    for shard in untrained[dist.get_rank() :: dist.get_world_size()] if untrained[0].groups else []:
+    for shard in carried[dist.get_rank() :: dist.get_world_size()] if carried[0].groups else []:
         if staging.note(f"{HF}/{shard.file}") is None:
             write_shard(staging.directory / HF, shard)
             staging.finish(f"{HF}/{shard.file}")
@@ -95,8 +98,8 @@ def convert(hf: Path, out: Path, parallel: ParallelConfig, shard_bytes: int) -> 
     staging.finish(name, _write_objects(staging.directory / name, extra))
     dist.barrier()
     if dist.get_rank() == 0:
-        if untrained[0].groups:
-            write_index(staging.directory / HF, untrained)
+        if carried[0].groups:
+            write_index(staging.directory / HF, carried)
         _complete(staging, source, model, set(table))
     dist.barrier()
 
@@ -122,6 +125,19 @@ def _differing_head(source: HFTensors, model: HFModel) -> str:
         f"{model.path}/config.json has tie_word_embeddings = true, but lm_head.weight and model.embed_tokens.weight "
         "differ; correct it, or delete lm_head.weight"
     )
+
+
+def _carried(source: HFTensors, model: HFModel) -> list[Group]:
+    """Tensors that are kept as they are: those of multi-token-prediction layers, and the scales of FP8 weights, by
+    which an export knows the blocks that have not changed."""
+    untrained = mtp_groups(model, model.path, as_on_disk=True)
+    have = {spec.name for group in untrained for spec in group.specs}
+
+    def read(scale: str) -> list[torch.Tensor]:
+        return [source.scale(scale.removesuffix(SCALE_SUFFIX))]
+
+    scales = (spec for spec in source.scale_specs() if spec.name not in have)
+    return untrained + [Group((spec,), partial(read, spec.name)) for spec in scales]
 
 
 def _nbytes(place: Place) -> int:

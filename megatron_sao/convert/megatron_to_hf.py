@@ -7,7 +7,7 @@ and the result is the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +84,7 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
     stop_on(f"{megatron} does not hold the parameters of its model: {problems}" if problems else "")
     if lacking := {spec.name for group in groups for spec in group.specs} - original.dtypes.keys():
         raise WeightError(f"{original.directory} lacks {sorted(lacking)}, so it is not what {megatron} was made from")
-    shards = plan_shards(_in_format(groups, original, dtype), shard_bytes)
+    shards = plan_shards(_Formats(original, dtype).all(groups), shard_bytes)
     made = files.read_meta(megatron)["files"]
     job = {"from": made, "original": str(original.directory), "dtype": dtype, "shard_bytes": shard_bytes}
     staging = Staging(out, job)
@@ -142,56 +142,57 @@ def _trained_groups(source: MegatronTensors, model: HFModel) -> tuple[list[Group
     return [group(entry) for entry in entries(model, config)], ""
 
 
-def _in_format(groups: list[Group], original: Original, dtype: Format) -> Iterator[Group]:
-    """All groups of the export; the tensors of multi-token-prediction layers come last."""
-    model, block, power_of_two = original.model, *_quantisation(original.model)
-    dtype_of = _dtype_rule(original, dtype)
-    for group in groups:
-        yield _cast(group, dtype_of, block, power_of_two)
-    untrained = mtp_groups(model, original.directory, as_on_disk=dtype == "source")
-    yield from untrained if dtype == "source" else (_cast(g, dtype_of, block, power_of_two) for g in untrained)
+class _Formats:
+    """Which dtype each tensor is exported in, and bringing it there."""
 
+    def __init__(self, original: Original, dtype: Format) -> None:
+        self._original, self._dtype, model = original, dtype, original.model
+        quantization = model.raw.get("quantization_config") or QUANTIZATION_CONFIG
+        self._block = tuple(quantization["weight_block_size"])
+        self._power_of_two = quantization.get("scale_fmt") == "ue8m0"
+        self._scales = HFTensors(original.directory, model.fp8_block) if model.fp8_block else None
 
-def _dtype_rule(original: Original, dtype: Format) -> Callable[[TensorSpec], torch.dtype]:
-    """To which dtype a tensor is exported; FP8 means block-quantised."""
+    def all(self, trained: list[Group]) -> Iterator[Group]:
+        """The groups of the export; the tensors of multi-token-prediction layers come last."""
+        untrained = mtp_groups(self._original.model, self._original.directory, as_on_disk=self._dtype == "source")
+        for group in trained:
+            yield self._cast(group)
+        for group in untrained:
+            yield group if self._dtype == "source" else self._cast(group)
 
-    def rule(spec: TensorSpec) -> torch.dtype:
-        if dtype == "source":
-            return original.dtypes[spec.name]
-        if spec.name.endswith("e_score_correction_bias") or dtype == "float32":
-            return torch.float32  # it decides between experts whose scores are close
-        if dtype == "fp8" and original.model.fp8_block:
-            quantised = original.dtypes[spec.name] == FP8
-        else:
-            quantised = dtype == "fp8" and len(spec.shape) == 2 and is_quantisable(spec.name)
-        return FP8 if quantised else torch.bfloat16
+    def _dtype_of(self, spec: TensorSpec) -> torch.dtype:
+        """FP8 means block-quantised."""
+        original = self._original.dtypes[spec.name]
+        if self._dtype == "source":
+            return original
+        # the expert bias decides between experts whose scores are close
+        if self._dtype == "float32" or spec.name.endswith("e_score_correction_bias"):
+            return torch.float32
+        if self._dtype == "bfloat16":
+            return torch.bfloat16
+        if self._original.model.fp8_block:
+            return FP8 if original == FP8 else torch.bfloat16
+        return FP8 if len(spec.shape) == 2 and is_quantisable(spec.name) else torch.bfloat16
 
-    return rule
+    def _cast(self, group: Group) -> Group:
+        specs: list[TensorSpec] = []
+        for spec in group.specs:
+            specs.append(TensorSpec(spec.name, self._dtype_of(spec), spec.shape))
+            if specs[-1].dtype == FP8:
+                shape = scale_shape(spec.shape, self._block)
+                specs.append(TensorSpec(spec.name + SCALE_SUFFIX, torch.float32, shape))
+        return Group(tuple(specs), lambda: self._read(group))
 
-
-def _quantisation(model: HFModel) -> tuple[tuple[int, int], bool]:
-    """Block size of exported FP8 weights, and whether their scales are powers of two: as in the original."""
-    quantization = model.raw.get("quantization_config") or QUANTIZATION_CONFIG
-    return tuple(quantization["weight_block_size"]), quantization.get("scale_fmt") == "ue8m0"
-
-
-def _cast(
-    group: Group, dtype_of: Callable[[TensorSpec], torch.dtype], block: tuple[int, int], power_of_two: bool
-) -> Group:
-    targets = [dtype_of(spec) for spec in group.specs]
-    specs: list[TensorSpec] = []
-    for spec, target in zip(group.specs, targets, strict=True):
-        specs.append(TensorSpec(spec.name, target, spec.shape))
-        if target == FP8:
-            specs.append(TensorSpec(spec.name + SCALE_SUFFIX, torch.float32, scale_shape(spec.shape, block)))
-
-    def read() -> list[torch.Tensor]:
+    def _read(self, group: Group) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        for tensor, target in zip(group.read(), targets, strict=True):
-            tensors += quantise(tensor, block, power_of_two) if target == FP8 else [tensor.to(target)]
+        for spec, tensor in zip(group.specs, group.read(), strict=True):
+            dtype = self._dtype_of(spec)
+            if dtype == FP8:
+                previous = self._scales.scale(spec.name) if self._scales else None
+                tensors += quantise(tensor, self._block, self._power_of_two, previous)
+            else:
+                tensors.append(tensor.to(dtype))
         return tensors
-
-    return Group(tuple(specs), read)
 
 
 def _config(original: Original, dtype: Format) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int])
     for index, start in enumerate(range(0, len(codes), block[0])):
         rows = codes[start : start + block[0]].float()
         scales = scale[index].float().repeat_interleave(block[1])[: codes.shape[1]]
-        values = torch.where(rows == 0, 0.0, rows * scales)
+        values = torch.where(rows == 0, rows, rows * scales)  # the zero's sign stays
         if not values.isfinite().all():
             raise FP8Error(f"the block row {index} (rows {start} and on) holds NaN, or a scale of it is not finite")
         weight[start : start + block[0]] = values
@@ -65,7 +65,7 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int])
 
 
 def quantise(
-    weight: torch.Tensor, block: tuple[int, int], power_of_two: bool = False
+    weight: torch.Tensor, block: tuple[int, int], power_of_two: bool = False, previous: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``[n, m]`` → e4m3 codes ``[n, m]`` and float32 scales, each the largest magnitude of its block over 448.
 
@@ -73,17 +73,34 @@ def quantise(
 
     Args:
         power_of_two: round every scale up to a power of two (``scale_fmt: ue8m0``).
+        previous: scales that the weight once had. A block that they still give exactly, as bfloat16, keeps its own.
     """
     rows, columns = scale_shape(tuple(weight.shape), block)
     codes = torch.empty(weight.shape, dtype=FP8)
     scale = torch.empty(rows, columns)
     for index in range(rows):
-        part = weight[index * block[0] : (index + 1) * block[0]].float()
-        padded = torch.nn.functional.pad(part, (0, columns * block[1] - part.shape[1]))
-        largest = padded.abs().unflatten(1, (columns, block[1])).amax((0, 2))
+        lines = slice(index * block[0], (index + 1) * block[0])
+        part = weight[lines].float()
+        largest = _per_block(part.abs(), block[1]).amax((0, 2))
         scale[index] = torch.where(largest > 0, largest / _LARGEST, 1.0)
         if power_of_two:
             scale[index] = scale[index].log2().ceil().exp2()
-        scaled = part / scale[index].repeat_interleave(block[1])[: part.shape[1]]
-        codes[index * block[0] : (index + 1) * block[0]] = scaled.clamp(-_LARGEST, _LARGEST).to(FP8)
+        if previous is not None:
+            kept = previous[index].float()
+            spread = kept.repeat_interleave(block[1])[: part.shape[1]]
+            old = _encode(part, spread)
+            values = torch.where(old.float() == 0, old.float(), old.float() * spread).bfloat16().float()
+            unchanged = ~_per_block((values != part).float(), block[1]).any(2).any(0)
+            scale[index] = torch.where(unchanged, kept, scale[index])
+        codes[lines] = _encode(part, scale[index].repeat_interleave(block[1])[: part.shape[1]])
     return codes, scale
+
+
+def _encode(part: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scaled = torch.where(part == 0, part, part / scale)
+    return scaled.clamp(-_LARGEST, _LARGEST).to(FP8)
+
+
+def _per_block(part: torch.Tensor, width: int) -> torch.Tensor:
+    """``[n, m]`` → ``[n, blocks, width]``, filled up with zeros."""
+    return torch.nn.functional.pad(part, (0, -part.shape[1] % width)).unflatten(1, (-1, width))

@@ -125,6 +125,15 @@ class HFTensors:
         except FP8Error as error:
             raise WeightError(f"{name} in {self._path}: {error}") from error
 
+    def scale_specs(self) -> list[TensorSpec]:
+        """Of the scales of all FP8 weights."""
+        return [self.disk_specs(name)[1] for name in sorted(self._where) if self._is_fp8(name)]
+
+    def scale(self, name: str) -> torch.Tensor | None:
+        """What belongs to the FP8 weight ``name``, which itself may be absent: a converted directory keeps scales."""
+        scale = name + SCALE_SUFFIX
+        return self._where[scale].read(scale) if scale in self._where else None
+
     def fingerprint(self) -> str:
         """Changes when a file is replaced. From headers, sizes and times; the tensors are not read."""
         digest = hashlib.sha256()

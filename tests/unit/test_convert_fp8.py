@@ -57,6 +57,21 @@ def test_quantising_what_was_dequantised_finds_the_same_codes_again(weight: torc
     torch.testing.assert_close(scale_again, scale, rtol=2**-8, atol=0)
 
 
+def test_blocks_that_have_not_changed_keep_their_scales_bit_for_bit(weight: torch.Tensor) -> None:
+    codes, scale = quantise(weight, BLOCK)
+    scale[0, 0] *= 1.7  # as another quantiser might have chosen it
+    codes[0, 0] = -0.0
+    scale[1, 1] = float("inf")  # of the block of zeros
+    once = dequantise(codes, scale, BLOCK)
+    again, scale_again = quantise(once, BLOCK, previous=scale)
+    assert torch.equal(scale_again, scale)
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+    once[9, 7] *= 1.5
+    changed, scale_changed = quantise(once, BLOCK, previous=scale)
+    assert (scale_changed != scale).nonzero().tolist() in ([[2, 2]], [])
+    torch.testing.assert_close(dequantise(changed, scale_changed, BLOCK)[9, 7], once[9, 7], rtol=2**-4, atol=0)
+
+
 def test_power_of_two_scales_never_overflow_and_are_exact_to_dequantise(weight: torch.Tensor) -> None:
     codes, scale = quantise(weight * 1000, BLOCK, power_of_two=True)
     assert torch.equal(scale, scale.log2().round().exp2())
