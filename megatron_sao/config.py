@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """Where the model comes from and how its layers are computed."""
 
     path: Path  # HF directory: config.json, tokenizer, and weights in safetensors
+    # The same model made by tools/convert_hf_to_megatron.py: the trainer starts from it. All else needs model.path.
+    megatron_path: Path | None = None
     layers: Literal["native", "transformer_engine"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"

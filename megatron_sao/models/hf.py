@@ -106,6 +106,12 @@ class HFModel:
         """Multi-token-prediction layers after the decoder's; a checkpoint need not have the tensors of all of them."""
         return self.raw.get("num_nextn_predict_layers") or 0
 
+    @property
+    def fp8_block(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale in a checkpoint of block-quantised FP8, else None."""
+        quantization = self.raw.get("quantization_config")
+        return tuple(quantization["weight_block_size"]) if quantization else None
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.routing is not None and layer in self.routing.moe_layers
 
@@ -128,9 +134,21 @@ def read_hf_model(path: Path) -> HFModel:
         raise ConfigError(f"model_type {model.model_type!r} in {path}/config.json is none of those supported: {known}")
     for feature in refusals(model):
         raise ConfigError(f"{feature} in {path}/config.json is not implemented")
-    if raw.get("quantization_config"):
-        raise ConfigError(f"quantization_config in {path}/config.json: quantised weights cannot be read yet")
+    _check_quantization(raw.get("quantization_config"), path)
     return model
+
+
+def _check_quantization(quantization: dict[str, Any] | None, path: Path) -> None:
+    if quantization is None:
+        return
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    blocks = isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)
+    if method != "fp8" or quantization.get("fmt", "e4m3") != "e4m3" or not blocks:
+        raise ConfigError(
+            f"quantization_config in {path}/config.json has quant_method {method!r}, fmt {quantization.get('fmt')!r}, "
+            f"weight_block_size {block!r}: of quantised weights only FP8 (e4m3) with one scale per block can be read; "
+            "use the bfloat16 release of the model"
+        )
 
 
 def transformer_config(model: HFModel, settings: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:

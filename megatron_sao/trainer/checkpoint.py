@@ -71,6 +71,45 @@ class Contents:
     optimizers: list[str]
 
 
+def config_fingerprint(model_config: dict[str, Any]) -> str:
+    """By which a checkpoint knows the model it was made of."""
+    return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+
+
+def policy_checkpoint(directory: Path, model_config: dict[str, Any], device: torch.device) -> None:
+    """Check a checkpoint outside a run, whose policy is wanted: one of another run, or a converted Hugging Face
+    directory. Collective: each rank reads its share of the files.
+
+    Raises:
+        CheckpointError: it is none, damaged, or of another model.
+    """
+    problem = None
+    try:
+        meta = files.read_meta(directory)
+    except ValueError as error:
+        problem = (
+            f"{directory} is neither a directory made by tools/convert_hf_to_megatron.py nor a checkpoint of a run "
+            f"(RUN/checkpoints/STAGE-STEP): {error}"
+        )
+    else:
+        if meta["config"] != config_fingerprint(model_config):
+            problem = (
+                f"{directory} was made from another config.json than that of the model it is to be used with; name the "
+                "model it was made from"
+            )
+        elif damage := _damage_in_share(directory, meta["files"]):
+            problem = f"the checkpoint {directory} is damaged: {damage}"
+    if problem := next((p for p in all_gather_json(problem, device) if p is not None), None):
+        raise CheckpointError(problem)
+
+
+def _damage_in_share(directory: Path, expected: dict[str, files.Checksum]) -> str | None:
+    """What is wrong with the files that this rank is to read of a checkpoint."""
+    share = sorted(expected.items())[dist.get_rank() :: dist.get_world_size()]
+    found = (files.damage(directory / name, tuple(checksum)) for name, checksum in share)
+    return next((sentence for sentence in found if sentence is not None), None)
+
+
 class Checkpoints:
     """The checkpoints of one run. All methods but ``contents``, ``extra`` and ``oldest`` are collective.
 
@@ -89,7 +128,7 @@ class Checkpoints:
         self, directory: Path, model_config: dict[str, Any], keep: int, device: torch.device, asynchronous: bool
     ) -> None:
         self._directory, self._keep, self._device, self._asynchronous = directory, keep, device, asynchronous
-        self._fingerprint = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+        self._fingerprint = config_fingerprint(model_config)
         self._writing: _Writing | None = None
         self.newest: Position | None = None
 
@@ -257,9 +296,7 @@ class Checkpoints:
                     f"the checkpoint {path} was made from another config.json; use another run directory, or the model "
                     "it was made from"
                 )
-            share = sorted(meta["files"].items())[dist.get_rank() :: dist.get_world_size()]
-            found = (files.damage(path / name, tuple(expected)) for name, expected in share)
-            problem = next((sentence for sentence in found if sentence is not None), None)
+            problem = _damage_in_share(path, meta["files"])
         return next((p for p in all_gather_json(problem, self._device) if p is not None), None)
 
     def _fall_back(self, position: Position, named: str | None, problems: list[str]) -> None:
