@@ -105,6 +105,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert "names rl-4" in message and "FALLS BACK TO THE CHECKPOINT rl-2" in message
     assert re.search(sentence, message), message
     assert str(harmed) in message or "no complete checkpoint" in sentence
+    event = read_metrics(run_dir)["rl", 2]
+    assert (event["checkpoint/fallback"], event["checkpoint/fallback_reason"]) == (1, message)
 
 
 def test_training_from_the_checkpoint_before_a_damaged_one_repeats_its_steps_bit_for_bit(
