@@ -196,12 +196,11 @@ def assert_same(
         assert difference <= tolerance * max(norm, 1e-12) + rounding.get(name, 0.0), (name, difference, norm)
 
 
-def worst(actual: Result, expected: Result) -> tuple[float, float]:
-    """The largest relative difference of a metric, and of a gradient (0 where there is none to compare)."""
-    metrics = [abs(actual[0][name] - value) / abs(value) for name, value in expected[0].items() if value]
-    gradients = [
-        float((actual[1][name] - gradient).double().norm() / gradient.double().norm())
-        for name, gradient in expected[1].items()
-        if not name.startswith("change/") and gradient.any()
-    ]
-    return max(metrics), max(gradients, default=0.0)
+def worst(actual: Result, expected: Result, rounding: Mapping[str, float]) -> float:
+    """The largest relative difference of a metric or, beyond its ``rounding``, of a tensor."""
+    differences = [abs(actual[0][name] - value) / abs(value) for name, value in expected[0].items() if value]
+    for name, tensor in expected[1].items():
+        difference = float((actual[1][name] - tensor).double().norm()) - rounding.get(name, 0.0)
+        if difference > 0:
+            differences.append(difference / max(float(tensor.double().norm()), 1e-12))
+    return max(differences)
