@@ -19,11 +19,11 @@ from transformers import (
 VOCAB_SIZE = 23
 
 
-def write_glm4_moe(path: Path, layers: int = 4) -> Path:
+def write_glm4_moe(path: Path, layers: int = 4, dense: int = 1) -> Path:
     config = Glm4MoeConfig(
         vocab_size=VOCAB_SIZE, hidden_size=48, intermediate_size=80, moe_intermediate_size=24, num_hidden_layers=layers,
         num_attention_heads=6, num_key_value_heads=2, head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
-        n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True,
+        n_shared_experts=1, first_k_dense_replace=dense, n_group=1, topk_group=1, use_qk_norm=True, attention_bias=True,
         partial_rotary_factor=0.5, routed_scaling_factor=1.5, max_position_embeddings=256, pad_token_id=0,
         tie_word_embeddings=False, dtype="float32",
     )  # fmt: skip

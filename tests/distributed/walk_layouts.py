@@ -22,11 +22,14 @@ from tests.distributed.gradients import (
     SGD,
     SMOOTH_ADAM,
     Result,
+    Step,
     grouped_batch,
     lopsided_batch,
     mixed_batch,
     routed_batch,
+    sao,
     step_and_change,
+    supervised,
     truncated_batch,
 )
 from tests.distributed.offline import offline_config
@@ -70,10 +73,12 @@ class Kind:
     optimizer: dict[str, Any] = field(default_factory=lambda: SGD)
     sections: dict[str, Any] = field(default_factory=dict)
     recompute: bool = False
+    step: Step = sao
     distributed_optimizer: bool = False  # of Adam, since Megatron distributes the state of no other
 
     def take(self, model: Path, run_dir: Path, backend: Backend, /, **sections: Any) -> Result:
-        return step_and_change(model, self.batch(), run_dir, backend, self.optimizer, **self.sections | sections)
+        sections = self.sections | sections
+        return step_and_change(model, self.batch(), run_dir, backend, self.optimizer, self.step, **sections)
 
 
 KINDS = {
@@ -84,12 +89,13 @@ KINDS = {
     "lopsided": Kind(lopsided_batch),
     "baseline": Kind(grouped_batch, sections=BASELINE),
     "plain_gae": Kind(truncated_batch, sections={"algorithm": {"gae": "all_tokens", "truncation": "bootstrap"}}),
+    "supervised": Kind(mixed_batch, step=supervised, sections={"eval": {"mismatch_min_tokens": 1}}),
     "replay": Kind(
         routed_batch, sections={"algorithm": {"eps_low": 0.8, "eps_high": 3.0, "routing_replay": True}}, recompute=True
     ),
 }
 QUICK = {  # what `make test` takes, by number of ranks; `make test-full` takes every kind under every layout
-    2: ("plain", "both", "lopsided", "baseline", "plain_gae", "replay"),
+    2: ("plain", "both", "lopsided", "baseline", "plain_gae", "supervised", "replay"),
     4: ("plain", "both", "baseline"),
     8: ("plain", "both"),
 }
