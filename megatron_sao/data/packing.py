@@ -20,6 +20,11 @@ def pack(lengths: list[int], num_ranks: int, max_tokens: int, multiple: int = 1)
     nothing left to fill one, it is empty and the caller runs a dummy. The j-th micro-batches of all ranks are of
     similar size, because expert parallelism makes the ranks wait for each other inside each of them.
 
+    The method is LPT (longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969): of m
+    micro-batches the fullest has at most 4/3 - 1/(3m) times the tokens of the fullest in the best division into m; and
+    m is the least multiple of ``num_ranks`` with which none overflows. They are then dealt out in rounds of one per
+    rank, the fullest of a round to the rank with the fewest tokens.
+
     Args:
         lengths: tokens per trajectory, each >= 1.
         num_ranks: data-parallel ranks.

@@ -32,8 +32,10 @@ class Metrics:
         self.step = 0
         self.latest: dict[str, float] = {}  # of the current stage
         self.evals: dict[tuple[str, int], float] = {}  # a later line for a step wins
+        self.fallbacks: list[str] = []  # to an older checkpoint, since this object was made
         self._path = path
         self._offset = 0
+        self._began = time.time()
         self._times: deque[float] = deque(maxlen=WINDOW + 1)  # seconds since the epoch of the stage's last steps
         self._shares: deque[dict[str, float]] = deque(maxlen=WINDOW)
 
@@ -63,6 +65,8 @@ class Metrics:
         self.latest.update({name: value for name, value in event.items() if isinstance(value, (int, float))})
         if "eval/success_rate" in event:
             self.evals[event["stage"], event["step"]] = event["eval/success_rate"]
+        if "checkpoint/fallback_reason" in event and event["time"] >= self._began:
+            self.fallbacks.append(event["checkpoint/fallback_reason"])
         if trained:
             self._times.append(event["time"])
             parts = {name[5:]: event[name] for name in event if name.startswith("time/")}
@@ -130,6 +134,8 @@ class Progress:
             return
         self._shown = now
         self.metrics.read()
+        while self.metrics.fallbacks:
+            self.note(f"megatron-sao: {self.metrics.fallbacks.pop(0)}")
         line = f"[{clock(now - self._began)}] {self.metrics.describe()}"
         if self._live:
             total = self.metrics.totals.get(self.metrics.stage, 0)

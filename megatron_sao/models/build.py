@@ -13,7 +13,8 @@ from megatron_sao.models.spec import decoder_block_spec
 
 
 class ValueHead(torch.nn.Module):
-    """A scalar head in place of the vocabulary projection: hidden ``[s, b, h]`` → values ``[s, b, 1]`` float32.
+    """A scalar head in place of the vocabulary projection: hidden ``[s, b, h]`` → values ``[s, b, 1]``, float32 or
+    wider.
 
     The weight is replicated over tensor-parallel ranks. It starts small so that the first values are close to
     ``bias``, whatever the backbone's hidden states look like.
@@ -33,7 +34,8 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        values = torch.nn.functional.linear(*(tensor.to(dtype) for tensor in (hidden, self.weight, self.bias)))
         if self.sequence_parallel:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None

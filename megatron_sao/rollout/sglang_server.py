@@ -37,7 +37,8 @@ elif __name__ == "__mp_main__":
     # The scheduler and detokenizer processes import this module first. SGLang ties them to their parent too, but
     # only after half a minute of imports; a server killed before that would leave them behind for ever.
     die_with_parent()
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    # multiprocessing has given this process the server's arguments
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "--enable-return-routed-experts" in sys.argv:
         # The routed experts' store is host memory that SGLang would pin for a GPU.
         from sglang.srt.mem_cache.pool_host import common
 

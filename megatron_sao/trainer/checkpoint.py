@@ -122,6 +122,7 @@ class Checkpoints:
 
     Attributes:
         newest: the newest complete checkpoint that is not abandoned, once :meth:`find_newest` has looked for it.
+        fallback: a sentence where that is not the one that ``latest`` named.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Checkpoints:
         self._fingerprint = config_fingerprint(model_config)
         self._writing: _Writing | None = None
         self.newest: Position | None = None
+        self.fallback: str | None = None
 
     def find_newest(self) -> Position | None:
         """The checkpoint that ``latest`` names or, where that is damaged, the newest intact one before it.
@@ -301,11 +303,13 @@ class Checkpoints:
 
     def _fall_back(self, position: Position, named: str | None, problems: list[str]) -> None:
         self.newest = position
-        if str(position) == named or dist.get_rank() != 0:
+        if str(position) == named:
             return
         reason = "; ".join(problems) or "that is no complete checkpoint"
-        log.error("`latest` names %s, but %s: TRAINING FALLS BACK TO THE CHECKPOINT %s", named, reason, position)
-        files.write_atomically(self._directory / "latest", f"{position}\n")
+        self.fallback = f"`latest` names {named}, but {reason}: TRAINING FALLS BACK TO THE CHECKPOINT {position}"
+        if dist.get_rank() == 0:
+            log.error(self.fallback)
+            files.write_atomically(self._directory / "latest", f"{position}\n")
 
     def _complete_save(self, writing: _Writing, checksums: dict[str, files.Checksum]) -> None:
         """On rank 0, when all ranks have written their files."""

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
-from torch.utils.checkpoint import checkpoint
 
 ROWS, COLUMNS = 1024, 8192  # of a block of logits: 32 MB, and large enough for full speed of the matrix products
 
@@ -50,13 +49,15 @@ def linear_support_logprobs(
         labels: ``[n]``; a label outside its support has log-probability -inf.
         support: ids ``[n, K]``, filled up with -1.
     """
-    rows = max(1, 8 * ROWS * COLUMNS // len(weight))  # the fewer the parts, the fewer gradients of the head to add up
-    parts = [
-        checkpoint(_support_logprobs, part, weight, *ids, temperature, use_reentrant=False)
-        for part, *ids in zip(hidden.split(rows), labels.split(rows), support.split(rows), strict=True)
-    ]
-    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logprobs, entropy
+    columns = support - _first_row(weight)
+    columns = columns.masked_fill(columns >= len(weight), -1)
+    # each id lies on one rank, so that the sum over ranks is the logit itself
+    logits = reduce_from_tensor_model_parallel_region(_SupportLogits.apply(hidden, weight, columns, temperature))
+    logprobs = logits.masked_fill(support < 0, float("-inf")).log_softmax(-1)
+    equal = support == labels[:, None]
+    chosen = torch.where(equal, logprobs, 0.0).sum(-1).masked_fill(~equal.any(-1), float("-inf"))
+    finite = torch.where(support >= 0, logprobs, 0.0)
+    return chosen, -(finite.exp() * finite * (support >= 0)).sum(-1)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _LinearLogprobs(torch.autograd.Function):
         statistics = hidden.new_zeros(4, len(hidden), dtype=dtype)  # maximum, and sums of exp, exp * logit, label logit
         statistics[0] = torch.finfo(dtype).min  # not -inf: 0 * -inf is NaN
         for rows, columns in _blocks(len(hidden), real):
-            logits = _product(hidden[rows], weight[columns]) / temperature
+            logits = _product(hidden[rows], weight[columns]).div_(temperature)
             _include(statistics[:, rows], logits, labels[rows] - columns.start)
         maximum, total, mean, chosen = _over_ranks(statistics)
         entropy = total.log() - mean / total
@@ -93,19 +94,53 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_total, entropy = ctx.saved_tensors
         hidden_grad = torch.zeros_like(hidden, dtype=log_total.dtype)
         weight_grad = torch.zeros_like(weight, dtype=log_total.dtype)
+        logprob_grad, entropy_grad = logprob_grad / ctx.temperature, entropy_grad / ctx.temperature
         for rows, columns in _blocks(len(hidden), ctx.real):
             logits = _product(hidden[rows], weight[columns]).div_(ctx.temperature).sub_(log_total[rows, None])
-            grad = logits.exp()
             if ctx.entropy_grad:
-                grad *= -logprob_grad[rows, None] - entropy_grad[rows, None] * (logits + entropy[rows, None])
+                slope = -logprob_grad[rows, None] - entropy_grad[rows, None] * (logits + entropy[rows, None])
             else:
-                grad *= -logprob_grad[rows, None]
+                slope = -logprob_grad[rows, None]
+            grad = logits.exp_().mul_(slope)
             mine, places = _labels_of(labels[rows] - columns.start, grad)
             grad[mine, places] += logprob_grad[rows][mine]
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad.to(hidden.dtype)
             hidden_grad[rows] += _product(grad, weight[columns].T)
             weight_grad[columns] += _product(grad.T, hidden[rows].T)
         return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None, None, None, None
+
+
+class _SupportLogits(torch.autograd.Function):
+    """``hidden @ weight.T / temperature`` at given columns ``[n, K]`` of every row, 0 where the column is negative.
+
+    Whole rows of logits exist for a few tokens at a time: the fewer, the more often all of the head's gradient is added
+    to.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, columns: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, columns)
+        ctx.temperature, ctx.rows = temperature, max(1, 8 * ROWS * COLUMNS // len(weight))
+        chosen = hidden.new_zeros(columns.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for rows in _slices(len(hidden), ctx.rows):
+            chosen[rows] = _product(hidden[rows], weight).gather(1, columns[rows].clamp(min=0))
+        return chosen.div_(temperature).masked_fill_(columns < 0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, chosen_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, columns = ctx.saved_tensors
+        chosen_grad = chosen_grad.masked_fill(columns < 0, 0.0) / ctx.temperature
+        hidden_grad = torch.zeros_like(hidden, dtype=chosen_grad.dtype)
+        weight_grad = torch.zeros_like(weight, dtype=chosen_grad.dtype)
+        for rows in _slices(len(hidden), ctx.rows):
+            grad = chosen_grad.new_zeros(rows.stop - rows.start, len(weight))
+            grad = grad.scatter_add_(1, columns[rows].clamp(min=0), chosen_grad[rows]).to(hidden.dtype)
+            hidden_grad[rows] = _product(grad, weight.T)
+            for part in _slices(len(weight), COLUMNS):
+                weight_grad[part] += _product(grad[:, part].T, hidden[rows].T)
+        return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None, None
 
 
 def _include(statistics: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -113,7 +148,7 @@ def _include(statistics: torch.Tensor, logits: torch.Tensor, labels: torch.Tenso
     maximum, total, mean, chosen = statistics
     mine, places = _labels_of(labels, logits)
     chosen[mine] = logits[mine, places]
-    larger = torch.maximum(maximum, logits.max(-1).values)
+    larger = torch.maximum(maximum, logits.amax(-1))
     mean += total * (maximum - larger)
     rescale = (maximum - larger).exp()
     logits -= larger[:, None]
@@ -121,7 +156,7 @@ def _include(statistics: torch.Tensor, logits: torch.Tensor, labels: torch.Tenso
     total *= rescale
     total += weights.sum(-1)
     mean *= rescale
-    mean += torch.where(weights > 0, weights.mul_(logits), 0.0).sum(-1)
+    mean += weights.mul_(logits).sum(-1)
     maximum.copy_(larger)
 
 
@@ -139,9 +174,13 @@ def _over_ranks(statistics: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    for row in range(0, rows, ROWS):
-        for column in range(0, columns, COLUMNS):
-            yield slice(row, row + ROWS), slice(column, min(column + COLUMNS, columns))
+    for row in _slices(rows, ROWS):
+        for column in _slices(columns, COLUMNS):
+            yield row, column
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def _labels_of(labels: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,20 +201,3 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _first_row(weight: torch.Tensor) -> int:
     """The token id of this tensor-parallel rank's first row of the head."""
     return parallel_state.get_tensor_model_parallel_rank() * len(weight)
-
-
-def _support_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, support: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = hidden @ weight.T
-    local = support - _first_row(weight)
-    mine = (local >= 0) & (local < logits.shape[-1]) & (support >= 0)
-    gathered = logits.gather(1, local.clamp(0, logits.shape[-1] - 1))
-    gathered = gathered.to(torch.promote_types(logits.dtype, torch.float32))
-    # each id lies on one rank, so that the sum over ranks is the logit itself
-    gathered = reduce_from_tensor_model_parallel_region(torch.where(mine, gathered, 0.0)) / temperature
-    logprobs = gathered.masked_fill(support < 0, float("-inf")).log_softmax(-1)
-    equal = support == labels[:, None]
-    chosen = torch.where(equal, logprobs, 0.0).sum(-1).masked_fill(~equal.any(-1), float("-inf"))
-    finite = torch.where(support >= 0, logprobs, 0.0)
-    return chosen, -(finite.exp() * finite * (support >= 0)).sum(-1)

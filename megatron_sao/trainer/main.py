@@ -63,8 +63,12 @@ class Run:
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints", self.model.raw, settings.keep, backend.device, settings.asynchronous
         )
-        self.checkpoints.find_newest()
+        newest = self.checkpoints.find_newest()
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
+        if (reason := self.checkpoints.fallback) is not None:
+            self.metrics.write(
+                newest.stage, newest.step, {"checkpoint/fallback": 1, "checkpoint/fallback_reason": reason}
+            )
         self.recorded = None
         if batches_dir is not None:
             limits = self.model.vocab_size, config.rollout.max_tokens

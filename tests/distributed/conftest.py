@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.layout_table import LAYOUT_TABLE
+from tests.distributed.layout_table import LAYOUT_TABLE, lines
 from tests.distributed.offline import write_batches
 from tests.distributed.parity_table import write_parity_table
 from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
@@ -14,13 +14,12 @@ from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     write_parity_table(terminalreporter, config)
-    if not (rows := config.stash.get(LAYOUT_TABLE, [])):
-        return
-    terminalreporter.section("largest relative difference from a single rank")
-    terminalreporter.write_line("| ranks | layout | step | metrics | gradients |\n|---|---|---|---|---|")
-    for ranks, layout, kind, metric, gradient in rows:
-        compared = f"{gradient:.1e}" if gradient else "–"
-        terminalreporter.write_line(f"| {ranks} | {layout} | {kind} | {metric:.1e} | {compared} |")
+    if differences := config.stash.get(LAYOUT_TABLE, {}):
+        from tests.distributed.walk_layouts import KINDS  # slow to import
+
+        terminalreporter.section("largest relative difference from a single rank")
+        for line in lines(differences, list(KINDS)):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

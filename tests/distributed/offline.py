@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sao.config import RunConfig, parse_config
 from megatron_sao.data.batches import write_batch
@@ -68,3 +71,29 @@ def read_metrics(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     timed = ("time", "tokens_per_second", "idle_fraction")
     return {(e["stage"], e["step"]): {k: v for k, v in e.items() if not k.startswith(timed)} for e in lines}
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of both models and the moments of both optimizers."""
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata.items()
+    tensors = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def assert_same_checkpoint(one: Path, other: Path, vocab_size: int | None = None) -> None:
+    """Bit for bit, but for the rows beyond ``vocab_size`` that only a tensor-parallel layout has."""
+    theirs, ours = saved_tensors(other), saved_tensors(one)
+    assert theirs.keys() == ours.keys()
+    assert {key.split(".")[0] for key in ours} == {"policy", "critic", "optimizer"}
+    different = []
+    for key, tensor in theirs.items():
+        rows = vocab_size if "word_embeddings" in key or "output_layer" in key else None
+        if not torch.equal(tensor[:rows], ours[key][:rows]):
+            different.append(key)
+    assert not different, different

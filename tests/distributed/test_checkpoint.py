@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +25,7 @@ from megatron_sao.trainer.checkpoint import CheckpointError
 from megatron_sao.trainer.loop import run_rl
 from megatron_sao.trainer.main import Run
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.offline import RL_STEPS, offline_config, read_metrics
+from tests.distributed.offline import RL_STEPS, assert_same_checkpoint, offline_config, read_metrics
 
 pytestmark = pytest.mark.distributed
 
@@ -105,6 +108,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(
     assert "names rl-4" in message and "FALLS BACK TO THE CHECKPOINT rl-2" in message
     assert re.search(sentence, message), message
     assert str(harmed) in message or "no complete checkpoint" in sentence
+    event = read_metrics(run_dir)["rl", 2]
+    assert (event["checkpoint/fallback"], event["checkpoint/fallback_reason"]) == (1, message)
 
 
 def test_training_from_the_checkpoint_before_a_damaged_one_repeats_its_steps_bit_for_bit(
@@ -261,3 +266,28 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_began_and_is_committe
     (tmp_path / "run" / "metrics.jsonl").unlink()
     Run(config, tmp_path / "run", batches, world).run()
     assert_same_training(tmp_path / "run", finished, {2, 3})
+
+
+def two_ranks(model: Path, batches: Path, out: Path, what: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    walk = [*torchrun, "-m", "tests.distributed.walk_asynchronous_saves", str(model), str(batches), str(out), what]
+    return subprocess.run(walk, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_a_rank_killed_in_an_asynchronous_save_leaves_the_checkpoint_before_it_and_the_run_goes_on_alike(
+    glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    """Pipeline stages write different files; the run beside it saves synchronously and is never interrupted."""
+    killed = two_ranks(glm4_moe, batches, tmp_path, "die")
+    assert "exitcode: -9" in killed.stderr, killed.stderr[-3000:]
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    assert list((checkpoints / "rl-2.tmp").glob("__1_*.distcp")), "the rank's own files are there"
+    assert (checkpoints / "latest").read_text() == "rl-0\n"
+    assert not (checkpoints / "rl-2").exists()
+    resumed = two_ranks(glm4_moe, batches, tmp_path, "go_on")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["stage"] == "rl"].count(0) == 2, "it went on from rl-0"
+    for name in ("rl-2", "rl-4"):
+        assert_same_checkpoint(checkpoints / name, tmp_path / "whole" / "checkpoints" / name)
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.config import ConfigError
 from megatron_sao.data.trajectory import Support, Trajectory
+from megatron_sao.models import hf
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.loop import Stage
-from tests.distributed.gradients import Result, assert_same, mixed_batch, one_step, without_actions
+from megatron_sao.trainer.trainable import Trainable
+from tests.distributed.gradients import Result, assert_same, mixed_batch, one_step, trainables, without_actions
 from tests.distributed.offline import random_trajectory
 from tests.tiny_models import VOCAB_SIZE
 
@@ -53,6 +57,68 @@ def with_junk(trajectory: Trajectory, junk: float) -> Trajectory:
 def test_splitting_into_micro_batches(world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path) -> None:
     split = one_step(glm4_moe, mixed_batch(), tmp_path, world, parallel={"max_tokens_per_microbatch": 51})
     assert_same(split, expected)
+
+
+@pytest.fixture(scope="module")
+def expected_in_float64(world: Backend, glm4_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return one_float64_step(glm4_moe, mixed_batch(), tmp_path_factory.mktemp("expected"), world)
+
+
+def one_float64_step(
+    model: Path,
+    batch: list[Trajectory],
+    run_dir: Path,
+    world: Backend,
+    change: Callable = lambda stage: None,
+    **sections: dict,
+) -> Result:
+    """:func:`one_step` of models in float64, which no config offers. Megatron's optimizers refuse such gradients: none
+    steps, and the norm is taken here."""
+
+    def in_float64(**settings: Any) -> TransformerConfig:
+        double = {"params_dtype": torch.float64, "pipeline_dtype": torch.float64, "moe_router_dtype": "fp64"}
+        return TransformerConfig(**settings | double)
+
+    def norm_only(trainable: Trainable) -> Callable[[], tuple[bool, float, None]]:
+        parameters = [p for chunk in trainable.chunks for p in chunk.parameters() if p.requires_grad]
+        return lambda: (True, float(sum(p.main_grad.square().sum() for p in parameters)) ** 0.5, None)
+
+    def prepare(stage: Stage) -> None:
+        for trainable in trainables(stage).values():
+            trainable.optimizer.step = norm_only(trainable)
+        change(stage)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "TransformerConfig", in_float64)
+        result = one_step(model, batch, run_dir, world, prepare, **sections)
+    assert all(gradient.dtype == torch.float64 for gradient in result[1].values())
+    return result
+
+
+ARRANGEMENTS: dict[str, tuple[Callable, Callable, dict]] = {  # the batch's, the stage's, and the config's
+    "split": (list, lambda stage: None, {"parallel": {"max_tokens_per_microbatch": 51}}),
+    "another order": (lambda batch: batch[::-1], lambda stage: None, {}),
+    "padded": (list, pad_to_16, {}),
+    "split, padded, in another order and with prompts": (
+        lambda batch: [without_actions("one-token", 1), *batch[::-1], without_actions("prompt-only", 12)],
+        pad_to_16,
+        {"parallel": {"max_tokens_per_microbatch": 60}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("arrange", "change", "sections"), ARRANGEMENTS.values(), ids=ARRANGEMENTS)
+def test_in_float64_to_twelve_digits(
+    arrange: Callable,
+    change: Callable,
+    sections: dict,
+    world: Backend,
+    glm4_moe: Path,
+    expected_in_float64: Result,
+    tmp_path: Path,
+) -> None:
+    result = one_float64_step(glm4_moe, arrange(mixed_batch()), tmp_path, world, change, **sections)
+    assert_same(without_load(result), without_load(expected_in_float64), tolerance=1e-12)
 
 
 @pytest.mark.parametrize("denominator", ["accepted_tokens", "trajectories"])

@@ -69,12 +69,21 @@ def test_large_logits_neither_overflow_nor_lose_the_small_ones(small_blocks: Non
     assert entropy.tolist() == [0.0] * ROWS
 
 
-def test_bf16_weights_give_float32_logprobs(small_blocks: None) -> None:
+@pytest.mark.parametrize("support", [False, True], ids=["vocabulary", "support"])
+def test_bf16_weights_give_float32_logprobs_and_gradients_rounded_once(small_blocks: None, support: bool) -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
-    found = linear_logprobs(hidden, weight, labels, TEMPERATURE, VOCAB)
+    if support:
+        found = linear_support_logprobs(hidden, weight, labels, TEMPERATURE, torch.arange(VOCAB).expand(ROWS, VOCAB))
+    else:
+        found = linear_logprobs(hidden, weight, labels, TEMPERATURE, VOCAB)
+    wanted = whole(hidden, weight, labels)
     assert found[0].dtype == torch.float32
-    torch.testing.assert_close(found[0].double(), whole(hidden, weight, labels)[0], rtol=1e-5, atol=1e-5)
-    assert [g.dtype for g in gradients(found, hidden, weight, 0.0)] == [torch.bfloat16] * 2
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-5, atol=1e-5)
+    pairs = zip(gradients(found, hidden, weight, 0.0), gradients(wanted, hidden, weight, 0.0), strict=True)
+    for found_grad, wanted_grad in pairs:
+        assert found_grad.dtype == torch.bfloat16
+        # a block's gradient is rounded to the factors' precision before its products; their sum is not
+        torch.testing.assert_close(found_grad.double(), wanted_grad.double(), rtol=2**-7, atol=2**-7)
 
 
 def test_no_tokens_give_zero_gradients(small_blocks: None) -> None:

@@ -12,37 +12,40 @@ import torch
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.checkpoint import CheckpointError
 from tests.distributed.gradients import Result, assert_same, rounding
-from tests.distributed.offline import write_batches
-from tests.distributed.walk_resharding import RESHARDED, TO_ONE_RANK, resume, train
-from tests.tiny_models import write_glm4_moe
+from tests.distributed.offline import assert_same_checkpoint, saved_tensors
+from tests.distributed.walk_resharding import IN_BFLOAT16, RESHARDED, TO_ONE_RANK, resume, train
+from tests.tiny_models import VOCAB_SIZE, write_glm4_moe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One dense and one MoE layer, so that the first of two pipeline stages has no experts."""
-    return write_glm4_moe(tmp_path_factory.mktemp("model"), layers=2)
+    """As many dense layers as MoE layers, so that the first of two pipeline stages has no experts."""
+    return write_glm4_moe(tmp_path_factory.mktemp("model"), first_k_dense_replace=2)
 
 
 @pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_batches(tmp_path_factory.mktemp("batches"))
+def walked(world: Backend, model: Path, batches: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """What the walk on two ranks, begun from the checkpoint of a single rank, has left, and that rank's next step."""
+    out = tmp_path_factory.mktemp("walked")
+    expected = train(model, batches, out / "single", world, "single", 0, 2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    walk = [*torchrun, "-m", "tests.distributed.walk_resharding", str(model), str(batches), str(out)]
+    done = subprocess.run(walk, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out, expected
 
 
 def test_the_step_after_a_change_of_layout_is_that_of_an_uninterrupted_single_rank(
-    world: Backend, model: Path, batches: Path, tmp_path: Path
+    world: Backend, model: Path, batches: Path, walked: tuple[Path, Result]
 ) -> None:
-    expected = train(model, batches, tmp_path / "single", world, "single", 0, 2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    walk = [*torchrun, "-m", "tests.distributed.walk_resharding", str(model), str(batches), str(tmp_path)]
-    done = subprocess.run(walk, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    out, expected = walked
     results: dict[str, Result] = {}
     for saved, loaded in RESHARDED:
-        results[f"{saved} to {loaded}"] = torch.load(tmp_path / f"{saved}-{loaded}.pt", weights_only=True)
+        results[f"{saved} to {loaded}"] = torch.load(out / f"{saved}-{loaded}.pt", weights_only=True)
     for saved, loaded in TO_ONE_RANK:
-        run_dir = resume(tmp_path / saved, tmp_path / f"{saved}-{loaded}")
+        run_dir = resume(out / saved, out / f"{saved}-{loaded}")
         results[f"{saved} to {loaded}"] = train(model, batches, run_dir, world, loaded, 1, 2)
     wrong, last_bits = {}, rounding(model)
     for name, result in results.items():
@@ -51,6 +54,18 @@ def test_the_step_after_a_change_of_layout_is_that_of_an_uninterrupted_single_ra
         except AssertionError as difference:
             wrong[name] = str(difference)
     assert not wrong
+
+
+@pytest.mark.parametrize(("saved", "loaded"), IN_BFLOAT16)
+def test_in_bfloat16_another_layout_saves_what_it_has_loaded_main_weights_and_moments_included(
+    saved: str, loaded: str, walked: tuple[Path, Result]
+) -> None:
+    """Layouts round a bfloat16 step differently, so that what is compared is the checkpoint, saved again."""
+    first, second = (walked[0] / name / "checkpoints" / "rl-1" for name in (f"bf16-{saved}", f"bf16-{saved}-{loaded}"))
+    assert_same_checkpoint(second, first, VOCAB_SIZE)
+    tensors = saved_tensors(first)
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16", "torch.float32"}
+    assert any("fp32_param" in name for name in tensors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

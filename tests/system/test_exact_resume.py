@@ -14,15 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sao.buffer.client import Lease
 from megatron_sao.config import RunConfig
 from megatron_sao.data.batches import write_batch
 from megatron_sao.data.trajectory import Trajectory
-from tests.distributed.offline import offline_config, random_trajectory, read_metrics
+from tests.distributed.offline import assert_same_checkpoint, offline_config, random_trajectory, read_metrics
 from tests.system.buffer_process import TOKEN, Buffer, on_async
 from tests.system.killed_trainer import POINTS
 from tests.tiny_models import write_llama
@@ -142,23 +139,7 @@ def test_a_trainer_killed_at_any_point_ends_with_the_weights_and_metrics_of_one_
         trainer.process.wait()
     assert len(set(resumed_at)) >= 10, resumed_at
     assert_same_metrics(run_dir, tmp_path / "whole")
-    theirs, ours = (saved_tensors(d / "checkpoints" / f"rl-{RL_STEPS}") for d in (tmp_path / "whole", run_dir))
-    assert theirs.keys() == ours.keys()
-    assert {key.split(".")[0] for key in ours} == {"policy", "critic", "optimizer"}
-    assert [key for key in theirs if not torch.equal(theirs[key], ours[key])] == []
-
-
-def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights of both models and the moments of both optimizers."""
-    reader = dcp.FileSystemReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata.items()
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
+    assert_same_checkpoint(*(d / "checkpoints" / f"rl-{RL_STEPS}" for d in (run_dir, tmp_path / "whole")))
 
 
 def wait_until_down(buffer: Buffer, engine: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from megatron_sao.data.packing import context_positions, in_pack_order, pack
 
 batches = st.lists(st.integers(1, 300), max_size=60)
+wild_batches = st.lists(
+    st.builds(lambda power, more: 2**power + more, st.integers(0, 17), st.integers(0, 99)), max_size=60
+)
 
 
 @given(batches, st.integers(1, 8), st.integers(1, 250))
@@ -26,6 +30,33 @@ def test_every_trajectory_is_packed_once_within_the_bound_and_ranks_stay_in_step
     for micro_batch in micro_batches:
         assert len(micro_batch) == 1 or sum(lengths[i] for i in micro_batch) <= max_tokens
     assert plan == pack(lengths, num_ranks, max_tokens)
+
+
+@given(wild_batches, st.integers(1, 8), st.sampled_from([512, 8192, 131_072]), st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_lengths_from_1_to_131072_leave_every_rank_with_as_many_micro_batches(
+    lengths: list[int], num_ranks: int, max_tokens: int, multiple: int
+) -> None:
+    plan = pack(lengths, num_ranks, max_tokens, multiple)
+    counts = {len(rank) for rank in plan}
+    assert len(plan) == num_ranks and len(counts) == 1 and counts.pop() % multiple == 0
+    assert sorted(index for rank in plan for micro_batch in rank for index in micro_batch) == list(range(len(lengths)))
+    for rank in plan:
+        for micro_batch in rank:
+            assert len(micro_batch) <= 1 or sum(lengths[i] for i in micro_batch) <= max_tokens
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=7), st.integers(1, 3))
+@settings(max_examples=100, deadline=None)
+def test_the_fullest_micro_batch_is_within_a_third_of_the_best_division(lengths: list[int], num_ranks: int) -> None:
+    """The best is found by trying all."""
+
+    def fullest(assignment: tuple[int, ...]) -> int:
+        return max(sum(n for n, rank in zip(lengths, assignment, strict=True) if rank == r) for r in range(num_ranks))
+
+    best = min(fullest(assignment) for assignment in product(range(num_ranks), repeat=len(lengths)))
+    found = max(sum(lengths[i] for i in micro_batch) for (micro_batch,) in pack(lengths, num_ranks, sum(lengths)))
+    assert found <= (4 / 3 - 1 / (3 * num_ranks)) * best + 1e-9
 
 
 @given(batches, st.integers(1, 8), st.integers(1, 250))

@@ -13,7 +13,7 @@ from megatron_sao.cli import main as cli
 from megatron_sao.config import ConfigError, RunConfig, dump_config, parse_config
 from megatron_sao.launch import local
 from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks
-from megatron_sao.launch.progress import Metrics, clock
+from megatron_sao.launch.progress import Metrics, Progress, clock
 
 
 @pytest.fixture
@@ -189,3 +189,15 @@ def test_a_later_line_for_a_step_wins(tmp_path):
 
 def test_durations_read_like_a_clock():
     assert [clock(seconds) for seconds in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+def test_a_fall_back_to_an_older_checkpoint_is_shown_once_and_an_earlier_runs_not_at_all(tmp_path, capsys):
+    old, new = (
+        json.dumps({"time": when, "stage": "rl", "step": 2, "checkpoint/fallback_reason": f"fallback {name}"}) + "\n"
+        for name, when in (("before", time.time() - 60), ("now", time.time() + 60))
+    )
+    (tmp_path / "metrics.jsonl").write_text(old + new)
+    progress = Progress(make(tmp_path), tmp_path)
+    progress.update()
+    assert capsys.readouterr().err == "megatron-sao: fallback now\n"
+    assert progress.metrics.fallbacks == []

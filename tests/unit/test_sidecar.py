@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from typing import Any
 
@@ -114,3 +116,16 @@ def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_comman
     reserved = settings.model_copy(update={"engine": EngineConfig(sglang={"api_key": "x"})})
     with pytest.raises(ConfigError, match=r"engine.sglang.api_key is set by the run itself"):
         sglang_command(reserved, 1234, tmp_path, "0.0")
+
+
+def test_a_child_of_a_server_on_a_cpu_loads_nothing_of_sglang_for_routing_that_is_not_asked_for() -> None:
+    """As multiprocessing imports the main module; tests/system/test_engine_routing.py asks for the routing."""
+    child = (
+        "import runpy, sys; runpy.run_module('megatron_sao.rollout.sglang_server', run_name='__mp_main__'); "
+        "print([name for name in sys.modules if name.startswith('sglang')])"
+    )
+    env = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", child, "--device", "cpu"], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
