@@ -222,7 +222,7 @@ def _add_trainer_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/trajectories/{id:path}")
     async def trajectory(id: str) -> Response:
-        return Response(await service.call(store.read, id), media_type="application/msgpack")
+        return Response(await service.call(store.archive.read, id), media_type="application/msgpack")
 
     @app.post("/v1/commits/{stage}/{step}")
     async def commit(stage: Stage, step: Count, body: IncarnationBody) -> dict[str, Any]:
@@ -296,6 +296,14 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         return await service.call(service.store.stats)
+
+    @app.get("/v1/trajectories")
+    async def index() -> dict[str, Any]:
+        return {"trajectories": await service.call(service.store.archive.index)}
+
+    @app.get("/v1/batches")
+    async def recorded_batches() -> dict[str, Any]:
+        return {"batches": await service.call(service.store.archive.recorded_batches)}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
