@@ -38,10 +38,10 @@ function ticks(low, high) {
   return out;
 }
 
-function logTicks(low, high) {  // powers of ten, or 1, 2, 5 of each where there are few
-  const every = Math.ceil((high - low) / 5), out = [];
-  for (let p = Math.floor(low); p <= high; p += every)
-    for (const m of high - low < 3 ? [1, 2, 5] : [1]) out.push(p + Math.log10(m));
+function logTicks(low, high) {  // powers of ten, and steps between where there are few
+  const range = high - low, every = Math.ceil(range / 5), out = [];
+  const within = range < 1 ? [1, 1.2, 1.5, 2, 3, 5, 7] : range < 3 ? [1, 2, 5] : [1];
+  for (let p = Math.floor(low); p <= high; p += every) for (const m of within) out.push(p + Math.log10(m));
   const inside = out.filter((t) => t >= low && t <= high);
   return inside.length > 1 ? inside : [low, high];
 }
@@ -179,7 +179,7 @@ function figure(chart, weight) {
   const legend = el("ul");
   if (chart.kind !== "heat") chart.series.forEach((s, k) =>
     legend.append(el("li", { style: `--colour: var(--c${k % 8})` }, `${s.name} ${format(s.y.at(-1))}`)));
-  else legend.append("share of action tokens, darker is more; the dashed lines are DIS's band");
+  else legend.append("share of action tokens, stronger is more; the dashed lines are DIS's band");
   return el("figure", {}, el("figcaption", {}, chart.title), svg, legend);
 }
 
