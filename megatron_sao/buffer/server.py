@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import socket
 import sqlite3
@@ -31,6 +32,9 @@ from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import VERSION, Trajectory, TrajectoryError
+from megatron_sao.logs import start_logging
+
+log = logging.getLogger(__name__)
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 GROUP_LIMIT = 64  # submissions written with one fsync
@@ -428,6 +432,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     Raises:
         ConfigError: no token, no vocabulary, unusable task files, port in use, store owned by another process.
     """
+    start_logging("buffer")
     token = os.environ.get("MEGATRON_SAO_TOKEN", "")
     if not token:
         raise ConfigError("MEGATRON_SAO_TOKEN is not set: the buffer serves nobody without a token; set it to a secret")
@@ -443,6 +448,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     service = Service(store, config, vocab_size, RoutingShape.of(config.model.path))
     settings = uvicorn.Config(
         create_app(service, token),
+        log_config=None,  # its lines go where ours do
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=3,
@@ -454,7 +460,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         temporary = run_dir / "buffer.json.tmp"
         temporary.write_text(json.dumps({"url": url}) + "\n")
         os.replace(temporary, run_dir / "buffer.json")
-        print(f"buffer: serving {config.name} at {url}", flush=True)
+        log.info("serving %s at %s", config.name, url)
 
     _Server(settings, service, announce).run(sockets=[listener])
 

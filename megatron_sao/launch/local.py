@@ -246,7 +246,7 @@ class Launcher:
     def _say(self, message: str) -> None:
         self.progress.note(f"megatron-sao: {message}")
         with (self.run_dir / "logs" / "launcher.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message.replace('\n', '\\n')}\n")
 
     def _write_endpoint(self) -> None:
         (self.run_dir / "config.yaml").write_text(dump_config(self.config))
