@@ -63,7 +63,8 @@ def describe_archive(archive: Archive | BufferClient) -> Iterator[str]:
     )
     batches = archive.recorded_batches()
     yield f"{len(batches)} batches: {_ranges(batches)}"
-    yield from _table(rows[-NEWEST:])
+    if rows:
+        yield from _table(rows[-NEWEST:])
     reasons = Counter(row["reason"] for row in rows if row["reason"])
     for reason, count in reasons.most_common(5):
         yield f"{count} × {reason}"
