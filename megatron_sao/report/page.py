@@ -130,7 +130,8 @@ def payload(files: RunFiles) -> dict[str, Any]:
     }
 
 
-Curves = dict[tuple[str, str], list[tuple[int, float | None]]]
+Curve = list[tuple[int, float | None]]  # (step, value or None where it is not finite)
+Curves = dict[tuple[str, str], Curve]  # by (stage, name)
 
 
 def _curves(events: Iterable[dict[str, Any]]) -> Curves:
@@ -181,16 +182,16 @@ def _chart(stage: str, chart: Chart, members: list[str], curves: Curves) -> dict
     return {
         "title": chart.title,
         "kind": chart.kind,
-        "series": [
-            dict(
-                zip(("x", "y"), _thinned(curve, points), strict=True), name=name, eval="eval/" in name or "mism" in name
-            )
-            for name, curve in series
-        ],
+        "series": [_series(name, curve, points) for name, curve in series],
     }
 
 
-def _thinned(curve: list[tuple[int, float | None]], points: int) -> tuple[list[float], list[float | None]]:
+def _series(name: str, curve: Curve, points: int) -> dict[str, Any]:
+    steps, values = _thinned(curve, points)
+    return {"name": name, "x": steps, "y": values, "eval": name.startswith(("eval/", "mismatch/"))}
+
+
+def _thinned(curve: Curve, points: int) -> tuple[list[int], list[float | None]]:
     """Steps and values with five digits, averaged over equal stretches where there are more than ``points``."""
     width = -(-len(curve) // points)
     stretches = [curve[i : i + width] for i in range(0, len(curve), width)]
@@ -206,9 +207,8 @@ def _mean(values: list[float | None]) -> float | None:
 def _facts(files: RunFiles, curves: Curves) -> Iterator[tuple[str, str]]:
     """What a reader wants first."""
     for stage, total in files.steps.items():
-        if done := [step + 1 for (of, name), curve in curves.items() if of == stage and name == "time/step"
-                    for step, _ in curve[-1:]]:  # fmt: skip
-            yield f"{stage} steps", f"{min(max(done), total)} of {total}"
+        if curve := curves.get((stage, "time/step")):
+            yield f"{stage} steps", f"{curve[-1][0] + 1} of {total}"
     evaluations = [point for point in curves.get(("rl", "eval/success_rate"), []) if point[1] is not None]
     if evaluations:
         (first, start), (last, end) = evaluations[0], evaluations[-1]

@@ -19,6 +19,21 @@ _DROPPED = (
     "train_visits_set_aside",
     "leases_expired",
 )
+_FIGURES = {
+    "learning": {
+        "train/success_rate": "success",
+        "train/reward_mean": "reward",
+        "train/sft_loss": "loss",
+        "train/explained_variance": "explained variance",
+        "train/entropy": "entropy",
+    },
+    "off policy": {
+        "dis/accepted_fraction": "accepted",
+        "lag/own_abs_logprob_diff": "engine mismatch",
+        "lag/older_abs_logprob_diff": "policy moved",
+    },
+    "staleness": {"staleness/mean": "mean", "staleness/max": "max"},
+}
 _SHARES = 6  # parts of the step that are named
 
 
@@ -78,13 +93,7 @@ def _training(metrics: Metrics) -> Iterator[str]:
         yield _LINE.format("rate", ", ".join(rates))
     if shares := metrics.time_shares():
         yield _LINE.format("time", ", ".join(f"{name} {share:.0%}" for name, share in shares[:_SHARES]))
-    for title, names in (
-        ("learning", {"train/success_rate": "success", "train/reward_mean": "reward", "train/sft_loss": "loss",
-                      "train/explained_variance": "explained variance", "train/entropy": "entropy"}),
-        ("off policy", {"dis/accepted_fraction": "accepted", "lag/own_abs_logprob_diff": "engine mismatch",
-                        "lag/older_abs_logprob_diff": "policy moved"}),
-        ("staleness", {"staleness/mean": "mean", "staleness/max": "max"}),
-    ):  # fmt: skip
+    for title, names in _FIGURES.items():
         if figures := _figures(metrics.latest, names):
             yield _LINE.format(title, ", ".join(figures))
     if metrics.evals:
