@@ -116,10 +116,7 @@ def export_batches(archive: Archive | BufferClient, directory: Path, files: RunF
     for entry in recorded:
         write_batch(directory, entry["stage"], entry["step"], [archive.trajectory(id) for id in entry["ids"]])
     yield f"exported {_ranges(recorded)} to {directory}"
-    first = f"{recorded[0]['stage']}-{recorded[0]['step']}"
-    held, _ = files.checkpoints()
-    starts = [name for name in held if _parse_batch(name) <= _parse_batch(first)]
-    start = starts[-1] if starts else None
+    start = starting_point(files.checkpoints()[0], recorded[0]["stage"], recorded[0]["step"])
     new = "NEW_RUN"
     if start is not None:
         yield f"to train on them from the checkpoint {start} on:"
@@ -128,6 +125,20 @@ def export_batches(archive: Archive | BufferClient, directory: Path, files: RunF
     else:
         yield "to train on them from model.path on:"
     yield f"  megatron-sao train {files.path / 'config.yaml'} --run-dir {new} --batches {directory}"
+
+
+def starting_point(checkpoints: list[str], stage: str, step: int) -> str | None:
+    """The newest checkpoint from which the batches from (stage, step) on can be trained on, else the oldest there is.
+
+    Args:
+        checkpoints: names, oldest first.
+    """
+    before = [name for name in checkpoints if _order(*_parse_batch(name)) <= _order(stage, step)]
+    return before[-1] if before else next(iter(checkpoints), None)
+
+
+def _order(stage: str, step: int) -> tuple[int, int]:
+    return STAGES.index(stage), step
 
 
 def _parse_batch(name: str) -> tuple[str, int]:

@@ -13,6 +13,7 @@ import pytest
 from megatron_sao.buffer.client import AsyncBufferClient, BufferClient
 from megatron_sao.cli import main as cli
 from megatron_sao.data.batches import RecordedBatches
+from megatron_sao.report.trajectories import starting_point
 from tests.system.buffer_process import TOKEN, Buffer
 from tests.trajectories import make_trajectory
 
@@ -93,6 +94,22 @@ def test_a_trajectory_and_a_batch_are_put_into_words(buffer: Buffer, capsys) -> 
 def test_what_is_not_there_is_a_sentence(buffer: Buffer, capsys, arguments: list[str], sentence: str) -> None:
     assert cli(["inspect", str(buffer.directory), *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("held", "stage", "step", "start"),
+    [
+        (["sft-9", "value-0", "rl-4", "rl-6"], "rl", 5, "rl-4"),
+        (["sft-9", "value-0"], "rl", 0, "value-0"),
+        (["sft-9"], "value", 0, "sft-9"),
+        (["rl-4", "rl-6"], "rl", 2, "rl-4"),
+        ([], "value", 0, None),
+    ],
+)
+def test_training_on_exported_batches_starts_from_the_newest_checkpoint_before_them(
+    held: list[str], stage: str, step: int, start: str | None
+) -> None:
+    assert starting_point(held, stage, step) == start
 
 
 def test_exported_batches_are_the_buffers_and_the_same_when_the_buffer_is_gone(
