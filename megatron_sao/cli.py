@@ -19,6 +19,11 @@ COMMANDS = {
     "eval": "held-out success of a model",
     "doctor": "whether this machine can run the system",
 }
+RUN_COMMANDS = {
+    "status": "where a run stands: step, rates, engines, queue, last errors",
+    "report": "a run's curves and sample trajectories, as one HTML file",
+    "inspect": "trajectories and batches in a run's buffer, in words or exported",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     from megatron_sao.config import ConfigError, load_config
 
     try:
+        if arguments.command in RUN_COMMANDS:
+            return _look(arguments)
         return _call(arguments, load_config(arguments.config, arguments.set))
     except ConfigError as error:
         print(f"megatron-sao: {error}", file=sys.stderr)
@@ -76,6 +83,20 @@ def _call(arguments: argparse.Namespace, config: object) -> int:
     return result or 0
 
 
+def _look(arguments: argparse.Namespace) -> int:
+    if arguments.command == "status":
+        from megatron_sao.report import status
+
+        return status.main(arguments.run, arguments.watch)
+    if arguments.command == "report":
+        from megatron_sao.report import page
+
+        return page.main(arguments.run, arguments.out)
+    from megatron_sao.report import trajectories
+
+    return trajectories.main(arguments.run, arguments.trajectory, arguments.batch, arguments.export_batches)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-sao", description="Asynchronous RL for LLM agents with SAO.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -97,7 +118,21 @@ def _parser() -> argparse.ArgumentParser:
     commands["eval"].add_argument("--engine-url", action="append", default=[], help="a running server; repeatable")
     commands["eval"].add_argument("--prompts", type=int, help="default: eval.prompts")
     commands["doctor"].add_argument("--serve", action="store_true", help="start a real SGLang server on a tiny model")
+    _add_run_commands(subparsers)
     return parser
+
+
+def _add_run_commands(subparsers: argparse._SubParsersAction) -> None:
+    commands = {name: subparsers.add_parser(name, help=text, description=text) for name, text in RUN_COMMANDS.items()}
+    for command in commands.values():
+        command.add_argument("run", type=Path, help="directory of the run")
+    watch = commands["status"].add_argument("--watch", type=float, nargs="?", const=2.0, metavar="SECONDS")
+    watch.help = "show it again every so often (default: 2) until interrupted"
+    commands["report"].add_argument("--out", type=Path, help="default: report.html in the run's directory")
+    what = commands["inspect"].add_mutually_exclusive_group()
+    what.add_argument("--trajectory", metavar="ID", help="one trajectory, turn by turn")
+    what.add_argument("--batch", metavar="STAGE-STEP", help="the members of a batch, such as rl-12")
+    what.add_argument("--export-batches", type=Path, metavar="DIR", help="write all batches, for `train --batches DIR`")
 
 
 if __name__ == "__main__":

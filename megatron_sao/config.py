@@ -261,6 +261,39 @@ class CheckpointConfig(Section):
     asynchronous: bool = False  # written while training goes on, from a second copy of the state in host memory
 
 
+class LoggingConfig(Section):
+    """What a run tells the outside, besides logs, ``metrics.jsonl`` and TensorBoard."""
+
+    samples_every: int = Field(20, ge=0)  # RL steps between entries in samples.jsonl, for `report`; 0: none
+    samples: PositiveInt = 4  # trajectories per entry
+    wandb_project: str | None = None  # needs the package wandb
+    prometheus_port: int | None = Field(None, ge=0, le=65535)  # /metrics of the trainer's rank 0; 0: any free one
+    prometheus_host: str = "127.0.0.1"
+
+
+class WaitAlarm(Section):
+    """``warn`` writes a line to the trainer's log; ``stop`` saves a checkpoint and ends the run."""
+
+    limit: float = Field(ge=0)
+    action: Literal["warn", "stop"] = "warn"
+
+
+class Alarm(WaitAlarm):
+    """Goes off when its quantity is beyond ``limit`` in ``steps`` RL steps in a row."""
+
+    steps: PositiveInt = 1
+
+
+class AlarmsConfig(Section):
+    """What is watched while the trainer runs; docs/metrics.md names the quantities."""
+
+    nonfinite: Literal["ignore", "warn", "stop"] = "stop"  # a metric of any stage that is NaN or infinite
+    entropy_below: Alarm | None = None  # train/entropy
+    masked_above: Alarm | None = None  # 1 - dis/accepted_fraction
+    mismatch_above: Alarm | None = None  # lag/own_abs_logprob_diff, where there are such tokens
+    no_data_for: WaitAlarm | None = None  # seconds that a step has waited for its batch
+
+
 class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = 0
@@ -277,6 +310,8 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from megatron_sao.algorithm.packed import check_packed
 
+RATIO_EDGES = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 6.0)
+
 
 def dis_policy_loss(
     logprobs: Tensor,
@@ -68,3 +70,21 @@ def dis_policy_loss(
         "accepted_rho_sq_sum": accepted_rho.square().sum(),
     }
     return loss_sum, stats
+
+
+def ratio_histogram(log_ratio: Tensor, loss_mask: Tensor) -> Tensor:
+    """How many action tokens have ``rho`` in each interval between neighbours of ``0, *RATIO_EDGES, inf``.
+
+    Args:
+        log_ratio: float64 [T], ``l - b``.
+        loss_mask: [T], non-zero on action tokens.
+
+    Returns:
+        int64 [len(RATIO_EDGES) + 1]. An interval contains its upper edge. Ratios that are not finite are left out.
+    """
+    rho = log_ratio.exp()
+    counted = (loss_mask != 0) & rho.isfinite() & log_ratio.isfinite()
+    edges = torch.tensor(RATIO_EDGES, dtype=rho.dtype, device=rho.device)
+    interval = torch.bucketize(rho, edges)
+    intervals = torch.arange(len(RATIO_EDGES) + 1, device=rho.device)
+    return ((interval[:, None] == intervals) & counted[:, None]).sum(0)

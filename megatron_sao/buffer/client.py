@@ -234,6 +234,14 @@ class BufferClient:
     def stats(self) -> dict[str, Any]:
         return self._send(_Call("GET", "/v1/stats", httpx.Response.json))
 
+    def index(self) -> list[dict[str, Any]]:
+        """As :meth:`megatron_sao.buffer.archive.Archive.index`."""
+        return self._send(_Call("GET", "/v1/trajectories", _field("trajectories")))
+
+    def recorded_batches(self) -> list[dict[str, Any]]:
+        """As :meth:`megatron_sao.buffer.archive.Archive.recorded_batches`."""
+        return self._send(_Call("GET", "/v1/batches", _field("batches")))
+
     def close(self) -> None:
         self._http.close()
 

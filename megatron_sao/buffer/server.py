@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import socket
 import sqlite3
@@ -31,6 +32,9 @@ from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import VERSION, Trajectory, TrajectoryError
+from megatron_sao.logs import start_logging
+
+log = logging.getLogger(__name__)
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 GROUP_LIMIT = 64  # submissions written with one fsync
@@ -222,7 +226,7 @@ def _add_trainer_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/trajectories/{id:path}")
     async def trajectory(id: str) -> Response:
-        return Response(await service.call(store.read, id), media_type="application/msgpack")
+        return Response(await service.call(store.archive.read, id), media_type="application/msgpack")
 
     @app.post("/v1/commits/{stage}/{step}")
     async def commit(stage: Stage, step: Count, body: IncarnationBody) -> dict[str, Any]:
@@ -296,6 +300,14 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
         return await service.call(service.store.stats)
+
+    @app.get("/v1/trajectories")
+    async def index() -> dict[str, Any]:
+        return {"trajectories": await service.call(service.store.archive.index)}
+
+    @app.get("/v1/batches")
+    async def recorded_batches() -> dict[str, Any]:
+        return {"batches": await service.call(service.store.archive.recorded_batches)}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
@@ -420,6 +432,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     Raises:
         ConfigError: no token, no vocabulary, unusable task files, port in use, store owned by another process.
     """
+    start_logging("buffer")
     token = os.environ.get("MEGATRON_SAO_TOKEN", "")
     if not token:
         raise ConfigError("MEGATRON_SAO_TOKEN is not set: the buffer serves nobody without a token; set it to a secret")
@@ -435,6 +448,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     service = Service(store, config, vocab_size, RoutingShape.of(config.model.path))
     settings = uvicorn.Config(
         create_app(service, token),
+        log_config=None,  # its lines go where ours do
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=3,
@@ -446,7 +460,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         temporary = run_dir / "buffer.json.tmp"
         temporary.write_text(json.dumps({"url": url}) + "\n")
         os.replace(temporary, run_dir / "buffer.json")
-        print(f"buffer: serving {config.name} at {url}", flush=True)
+        log.info("serving %s at %s", config.name, url)
 
     _Server(settings, service, announce).run(sockets=[listener])
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from sqlite3 import Row
 from typing import Any
 
+from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import Database, StoreError
 from megatron_sao.buffer.engines import Engines
-from megatron_sao.buffer.segments import SegmentCorrupt, Segments
+from megatron_sao.buffer.segments import Segments
 from megatron_sao.buffer.visits import Visits
 from megatron_sao.config import RunConfig
 from megatron_sao.data.batches import STAGES
@@ -72,6 +73,7 @@ class Store:
             self._db.set("tasks", digest)
             self._db.set("group_size", group_size)
         self.engines = Engines(self._db, clock)
+        self.archive = Archive(self._db, self._segments)
         self.visits = Visits(self._db, self.engines, config, tasks, eval_tasks, clock)
 
     def close(self) -> None:
@@ -204,24 +206,6 @@ class Store:
             )
         return None
 
-    def read(self, id: str) -> bytes:
-        """The encoded trajectory."""
-        row = self._db.row("SELECT state, segment, offset FROM trajectories WHERE id=?", id)
-        if row is None:
-            raise StoreError(404, f"there is no trajectory {id!r}")
-        if row["state"] == "collected":
-            raise StoreError(410, f"trajectory {id!r} was collected after a commit; start from a later checkpoint")
-        try:
-            return self._segments.read(row["segment"], row["offset"])
-        except SegmentCorrupt as error:
-            raise StoreError(500, str(error)) from error
-
-    def trajectories(self, state: str | None = None) -> Iterator[tuple[dict[str, Any], Trajectory]]:
-        """(index row, trajectory) of everything still held, oldest first; optionally of one state only."""
-        for row in self._db.rows("SELECT * FROM trajectories WHERE state!='collected' ORDER BY serial"):
-            if state in (None, row["state"]):
-                yield dict(row), Trajectory.decode(self.read(row["id"]))
-
     # Batches
 
     def batch(
@@ -263,12 +247,6 @@ class Store:
                     "the config it was made with, or choose a new run directory",
                 )
         return self._manifest(key)
-
-    def batches(self) -> Iterator[tuple[str, int, list[Trajectory]]]:
-        """(stage, step, trajectories) of every recorded batch that has not been collected, in order."""
-        for row in self._db.rows("SELECT stage, step FROM batches ORDER BY stage, step"):
-            ids = [entry["id"] for entry in self._manifest((row["stage"], row["step"]))]
-            yield STAGES[row["stage"]], row["step"], [Trajectory.decode(self.read(id)) for id in ids]
 
     def commit(self, stage: str, step: int, incarnation: int) -> None:
         """Forget what lies strictly before (stage, step), and every dropped or failed trajectory."""

@@ -32,7 +32,8 @@ STOP_SECONDS = 8.0  # for everything but the buffer, which goes last
 STOP_BUFFER_SECONDS = 3.0
 POLL_SECONDS = 0.2
 MIN_FREE_BYTES = 10**9
-EXIT_CONFIG = 2  # a child that ends with it would end the same way again
+FINAL_EXITS = (2, 3)  # an unusable config, which would end the same way again, and an alarm, which asks for a person
+OBSERVING = ("logging", "alarms")  # sections that a resumed run may change: they do not touch what is trained
 
 
 def main(config: RunConfig, run_dir: Path) -> int:
@@ -84,7 +85,8 @@ def check_run_dir(config: RunConfig, run_dir: Path) -> None:
     """Raises ConfigError unless ``run_dir`` is new, empty, or holds a run of just this config; and on a full disk."""
     saved = run_dir / "config.yaml"
     if saved.is_file():
-        name, before, now = next(differences(load_config(saved).model_dump(), config.model_dump()), (None, None, None))
+        sections = (set_up.model_dump(exclude=set(OBSERVING)) for set_up in (load_config(saved), config))
+        name, before, now = next(differences(*sections), (None, None, None))
         if name is not None:
             raise ConfigError(
                 f"{name} = {now} now, but {before} in {saved}: a run is resumed with the settings it began with; "
@@ -217,7 +219,7 @@ class Launcher:
                     continue
                 if process is self.trainer and code == 0:
                     return None
-                if process.restarts >= process.max_restarts or code == EXIT_CONFIG:
+                if process.restarts >= process.max_restarts or code in FINAL_EXITS:
                     return process
                 kill_descendants(spare={other.pid for other in self.processes if other.pid})
                 ended = process.describe_exit()
@@ -245,7 +247,7 @@ class Launcher:
     def _say(self, message: str) -> None:
         self.progress.note(f"megatron-sao: {message}")
         with (self.run_dir / "logs" / "launcher.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message.replace('\n', '\\n')}\n")
 
     def _write_endpoint(self) -> None:
         (self.run_dir / "config.yaml").write_text(dump_config(self.config))

@@ -31,6 +31,7 @@ class Metrics:
         self.stage: str | None = None
         self.step = 0
         self.latest: dict[str, float] = {}  # of the current stage
+        self.last_time: float | None = None  # of the last event, seconds since the epoch
         self.evals: dict[tuple[str, int], float] = {}  # a later line for a step wins
         self.fallbacks: list[str] = []  # to an older checkpoint, since this object was made
         self._path = path
@@ -61,6 +62,7 @@ class Metrics:
             self._times.clear()
             self._shares.clear()
         trained = any(name.startswith("train/") for name in event)
+        self.last_time = event["time"]
         self.step = event["step"] + trained  # steps done: training names the step it did, an evaluation the next one
         self.latest.update({name: value for name, value in event.items() if isinstance(value, (int, float))})
         if "eval/success_rate" in event:
@@ -73,13 +75,16 @@ class Metrics:
             parts.pop("step", None)  # their sum
             self._shares.append(parts)
 
-    def eta(self) -> float | None:
-        """Seconds to the end of the stage at the recent pace (the median, so that a restart's gap does not count)."""
+    @property
+    def pace(self) -> float | None:
+        """Recent seconds per step (the median, so that a restart's gap does not count)."""
         times = list(self._times)
-        if len(times) < 2:
-            return None
-        pace = statistics.median(after - before for before, after in itertools.pairwise(times))
-        return max(0, self.totals.get(self.stage, 0) - self.step) * pace
+        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
+
+    def eta(self) -> float | None:
+        """Seconds to the end of the stage at the recent pace."""
+        pace = self.pace
+        return None if pace is None else max(0, self.totals.get(self.stage, 0) - self.step) * pace
 
     def time_shares(self) -> list[tuple[str, float]]:
         """(part of the step, its share of the recent steps' time), largest first."""

@@ -15,6 +15,7 @@ from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUna
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.logs import start_logging
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,7 @@ WATCH_SECONDS = 0.2
 
 def main(config: RunConfig, run_dir: Path, index: int, port: int) -> int:
     """Run sidecar ``index`` until SIGTERM. Returns the exit code; its last log lines say why it is not 0."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start_logging(f"engine-{index}")
     try:
         asyncio.run(until_signalled(Sidecar(config, run_dir, index, port).run()))
     except (ConfigError, ServerFailed, BufferError, BufferUnavailable) as error:

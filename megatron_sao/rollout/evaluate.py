@@ -17,6 +17,7 @@ from megatron_sao.data.tasks import Task, TaskError, load_tasks
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.logs import start_logging
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
 from megatron_sao.rollout.engine import INITIAL_VERSION
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
@@ -33,7 +34,7 @@ def main(config: RunConfig, run_dir: Path, hf_dir: Path | None, engine_urls: lis
         engine_urls: servers that already run, with MEGATRON_SAO_TOKEN as their key.
         prompts: how many of the held-out prompts; default ``eval.prompts``.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    start_logging("evaluation", logging.WARNING)
     os.environ.setdefault("MEGATRON_SAO_TOKEN", secrets.token_urlsafe(32))
     try:
         if config.data.eval is None:

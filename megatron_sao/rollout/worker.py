@@ -17,6 +17,7 @@ from megatron_sao.config import ConfigError, RunConfig, SamplingConfig
 from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import Task
 from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.logs import start_logging
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
 from megatron_sao.rollout.engine import until_signalled
 from megatron_sao.rollout.environment import Environment, EnvironmentFailure, Reward, load_object
@@ -35,8 +36,7 @@ class EnvironmentBroken(RuntimeError):
 
 def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     """Play episodes until SIGTERM. Returns the exit code; the last log lines say why it is not 0."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    start_logging(worker_id)
     try:
         asyncio.run(until_signalled(_work(config, worker_id)))
     except* ConfigError as group:

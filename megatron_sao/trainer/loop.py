@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 from megatron_sao.algorithm import RunningMeanBaseline
 from megatron_sao.config import RunConfig
 from megatron_sao.data.trajectory import Trajectory, parse_version
+from megatron_sao.logs import at_step
 from megatron_sao.models.hf import HFModel
 from megatron_sao.trainer.advantages import fill_critic_advantages, fill_outcome_advantages, outcome_advantages
+from megatron_sao.trainer.alarms import Alarms, AlarmStop
 from megatron_sao.trainer.checkpoint import Checkpoints, Position
 from megatron_sao.trainer.critic import Critic
 from megatron_sao.trainer.evaluation import evaluate
@@ -20,12 +23,11 @@ from megatron_sao.trainer.metrics import MetricsWriter, Stopwatch
 from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
+from megatron_sao.trainer.samples import SampleWriter
 from megatron_sao.trainer.source import BatchSource, Demonstrations, check_routing, check_sampling, permute_rewards
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +40,8 @@ class Stage:
     world: World
     checkpoints: Checkpoints
     metrics: MetricsWriter
+    samples: SampleWriter
+    alarms: Alarms
     exporter: HFExporter
     run_dir: Path
     policy: Policy
@@ -78,6 +82,19 @@ class Stage:
             oldest = self.checkpoints.oldest()
             self.source.commit(oldest.stage, oldest.step)
 
+    @contextmanager
+    def checkpoint_on_alarm(self, stage: str, step: int) -> Iterator[None]:
+        """When an alarm ends the run inside, leave a checkpoint from which it goes on at ``step``."""
+        try:
+            yield
+        except AlarmStop as alarm:
+            position = Position.of(stage, step)
+            self.finish_save(wait=True)
+            if self.checkpoints.newest != position:
+                self.save(stage, step)
+                self.finish_save(wait=True)
+            raise AlarmStop(f"stopped by an alarm: {alarm}; the same command resumes from {position}") from None
+
     def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
         models = {"policy": self.policy.trainable.chunks}
         if self.critic is not None:
@@ -91,6 +108,7 @@ def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> No
     """Supervised cold start."""
     settings = stage.config.sft
     for step in range(first_step, settings.steps):
+        at_step("sft", step)
         stage.finish_save(wait=False)
         watch = Stopwatch()
         batch = stage.microbatches(demonstrations.batch(step, settings.batch_size))
@@ -99,6 +117,8 @@ def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> No
         stage.metrics.write("sft", step, metrics | watch.metrics() | {"progress/steps": settings.steps})
         if (step + 1) % stage.config.checkpoint.save_interval == 0 and step + 1 < settings.steps:
             stage.save("sft", step + 1)
+        with stage.checkpoint_on_alarm("sft", step + 1):
+            stage.alarms.check(metrics)
     stage.save_for_next_stage("value")
 
 
@@ -106,9 +126,11 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
     """Value pretraining: the critic learns on rollouts of the frozen policy, version 0."""
     config, settings = stage.config, stage.config.value
     for step in range(first_step, steps):
+        at_step("value", step)
         stage.finish_save(wait=False)
         watch = Stopwatch()
-        trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
+        with stage.checkpoint_on_alarm("value", step):
+            trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
         watch.lap("wait")
         batch = stage.microbatches(trajectories)
         stage.critic.fill_values(batch)
@@ -120,6 +142,8 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
         stage.metrics.write("value", step, metrics | watch.metrics() | {"progress/steps": steps})
         if (step + 1) % config.checkpoint.save_interval == 0 and step + 1 < steps:
             stage.save("value", step + 1)
+        with stage.checkpoint_on_alarm("value", step + 1):
+            stage.alarms.check(metrics)
     stage.save_for_next_stage("rl")
     if stage.fleet is not None:
         stage.fleet.close()
@@ -133,12 +157,14 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
     if steps == 0:
         save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
     for step in range(first_step, steps):
+        at_step("rl", step)
         stage.finish_save(wait=False)
         watch = Stopwatch()
         if config.algorithm.reset_policy_optimizer_on_sync and step > 0 and step % settings.sync_interval == 0:
             # Here and not after the push: a checkpoint cannot hold an Adam that has never stepped.
             stage.policy.trainable.reset_optimizer()
-        trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
+        with stage.checkpoint_on_alarm("rl", step):
+            trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
         watch.lap("wait")
         remember_pushed(stage)
         metrics = sao_step(stage, step, trajectories, watch)
@@ -155,6 +181,8 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
             save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
         if (step + 1) % config.checkpoint.save_interval == 0 or last:
             stage.save("rl", step + 1)
+        with stage.checkpoint_on_alarm("rl", step + 1):
+            stage.alarms.check(metrics)
     stage.finish_save(wait=True)
     if stage.fleet is not None:
         stage.fleet.close()
@@ -204,6 +232,7 @@ def sao_step(stage: Stage, step: int, trajectories: list[Trajectory], watch: Sto
         metrics = {}
     metrics |= stage.policy.step(minibatches, algorithm, _own_versions(stage, step, trajectories))
     watch.lap("policy")
+    stage.samples.write(step, batch)
     return metrics
 
 

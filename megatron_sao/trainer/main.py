@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,9 +16,11 @@ from megatron_sao.buffer.client import BufferClient, buffer_address
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
 from megatron_sao.data.routing import RoutingShape, replayed_routing
 from megatron_sao.distributed import broadcast_json
+from megatron_sao.logs import start_logging
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.trainer.alarms import EXIT_ALARM, Alarms, AlarmStop
 from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position, policy_checkpoint
 from megatron_sao.trainer.critic import Critic, freeze_critic
 from megatron_sao.trainer.fleet import EngineFleet
@@ -25,6 +28,7 @@ from megatron_sao.trainer.loop import Stage, run_rl, run_sft, run_value
 from megatron_sao.trainer.metrics import MetricsWriter
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from megatron_sao.trainer.samples import SampleWriter
 from megatron_sao.trainer.source import Demonstrations, LiveSource, RecordedSource
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
@@ -35,18 +39,24 @@ from megatron_sao.weights.megatron_files import load_megatron_weights
 log = logging.getLogger(__name__)
 
 
-def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
+def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> int:
     """Train from the newest checkpoint of ``run_dir``, or from ``model.path``, to the end of the RL stage.
 
     Args:
         batches_dir: recorded batches to train on instead of the buffer's; needs no other process.
+
+    Returns:
+        The exit code: 0, or EXIT_ALARM when an alarm stopped the run.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for noisy in ("megatron", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    start_logging(f"rank {os.environ.get('RANK', 0)}")
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
-    Run(config, run_dir, batches_dir, backend).run()
+    try:
+        Run(config, run_dir, batches_dir, backend).run()
+    except AlarmStop as alarm:
+        log.error("%s", alarm)
+        return EXIT_ALARM
     stop_runtime()  # not after an error: closed connections would make the other ranks fail before this one has
+    return 0
 
 
 class Run:
@@ -64,7 +74,9 @@ class Run:
             run_dir / "checkpoints", self.model.raw, settings.keep, backend.device, settings.asynchronous
         )
         newest = self.checkpoints.find_newest()
-        self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
+        self.metrics = MetricsWriter(run_dir if self.world.is_leader else None, config)
+        self.samples = SampleWriter(run_dir, config.logging)
+        self.alarms = Alarms(config.alarms, backend.device)
         if (reason := self.checkpoints.fallback) is not None:
             self.metrics.write(
                 newest.stage, newest.step, {"checkpoint/fallback": 1, "checkpoint/fallback_reason": reason}
@@ -189,8 +201,8 @@ class Run:
         if newest is not None:
             baseline.load_state_dict(self.checkpoints.extra(newest)["running_mean"])
         stage = Stage(
-            self.config, self.model, self.world, self.checkpoints, self.metrics, exporter, self.run_dir, policy,
-            baseline, critic,
+            self.config, self.model, self.world, self.checkpoints, self.metrics, self.samples, self.alarms, exporter,
+            self.run_dir, policy, baseline, critic,
         )  # fmt: skip
         if policy_version is not None:
             self._attach_source(stage, policy_version)
@@ -207,7 +219,7 @@ class Run:
         stage.fleet = EngineFleet(
             self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
         )
-        stage.source = LiveSource(self.client, stage.fleet, self.world)
+        stage.source = LiveSource(self.client, stage.fleet, self.world, self.alarms)
 
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:

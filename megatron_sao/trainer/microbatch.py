@@ -40,7 +40,8 @@ class MicroBatch:
         real_tokens: bool [T], False for padding.
         cu_seqlens: int32 [n + 1] over the whole pack: trajectories, each with the padding that makes it divisible, and,
             where T had to be padded, one sequence of padding.
-        values, advantages, returns, old_logprobs: float32 [T], filled in by the step.
+        values, advantages, returns, old_logprobs, logprobs: float32 [T], filled in by the step; the last are those of
+            the policy that takes it.
         value_mask: bool [T], where values are trained; ``loss_mask`` except under plain GAE.
     """
 
@@ -60,6 +61,7 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
     value_mask: torch.Tensor | None = None
 
     @property

@@ -71,6 +71,7 @@ class Policy:
             output = self._forward(model, batch, self._temperature, entropies, algorithm.entropy_coef > 0)
 
             def loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Stats]:
+                batch.logprobs = logprobs.detach().flatten()
                 return policy_loss(logprobs.flatten(), entropies["entropy"].flatten(), batch, algorithm, own_versions)
 
             return output, loss

@@ -6,17 +6,24 @@ from collections.abc import Collection
 
 import torch
 
-from megatron_sao.algorithm import dis_policy_loss, kl_to_rollout_policy, ppo_clip_policy_loss
+from megatron_sao.algorithm import (
+    RATIO_EDGES,
+    dis_policy_loss,
+    kl_to_rollout_policy,
+    ppo_clip_policy_loss,
+    ratio_histogram,
+)
 from megatron_sao.config import AlgorithmConfig
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.trainable import Stats
 
 _PPO_KEYS = ("clipped", "ratio_sum", "ratio_max", "ratio_nonfinite")
+RATIO_BINS = [f"rho_bin_{upper}" for upper in (*RATIO_EDGES, "inf")]
 POLICY_KEYS = [
     "loss_sum", "denominator", "entropy_sum", "kl_sum", "num_action_tokens",
     "accepted", "below", "above", "nonfinite", "rho_sum", "rho_max", "accepted_rho_sum",
     "accepted_rho_sq_sum", "own_tokens", "own_diff_sum", "older_tokens", "older_diff_sum",
-    *_PPO_KEYS,
+    *_PPO_KEYS, *RATIO_BINS,
 ]  # fmt: skip
 
 
@@ -59,10 +66,12 @@ def policy_loss(
         "accepted_tokens": stats["accepted"],
         "trajectories": torch.tensor(batch.num_trajectories, device=logprobs.device),
     }[algorithm.loss_denominator]
-    difference = (logprobs.detach().double() - batch.rollout_logprobs.double()).abs()
+    log_ratio = logprobs.detach().double() - batch.rollout_logprobs.double()
+    difference = log_ratio.abs()
     finite = mask & difference.isfinite()
     own = batch.sampled_under(own_versions) & finite
     older = finite & ~own
+    stats |= dict(zip(RATIO_BINS, ratio_histogram(log_ratio, mask), strict=True))
     stats |= {
         "loss_sum": loss_sum,
         "denominator": denominator,
@@ -100,6 +109,7 @@ def policy_metrics(steps: list[dict[str, float]], algorithm: AlgorithmConfig) ->
         "lag/own_abs_logprob_diff": s["own_diff_sum"] / max(s["own_tokens"], 1.0),
         "lag/older_abs_logprob_diff": s["older_diff_sum"] / max(s["older_tokens"], 1.0),
     }
+    metrics |= {f"dis/{name}": s[name] / tokens for name in RATIO_BINS}
     if algorithm.policy_loss == "ppo_clip":
         metrics |= {
             "ppo/clip_fraction": s["clipped"] / tokens,

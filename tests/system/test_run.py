@@ -105,7 +105,7 @@ def test_a_run_trains_evaluates_and_serves_exactly_what_it_trained(tiny: Path, t
     assert max(e["staleness/max"] for e in steps) <= 2
     assert max(e["staleness/max"] for e in steps) >= 1, "rollouts must run ahead of training"
     assert max(e["version/spans_max"] for e in steps) >= 2, "weights must change while trajectories are in flight"
-    patterns = ("env/", "staleness/count_")
+    patterns = ("env/", "staleness/count_", "dis/rho_bin_")
     event_keys = {"time", "stage", "step"}
     for section, events in (("Every step", steps), ("Evaluations", evaluations(run_dir).values())):
         timing = {"time/step", "idle_fraction"}  # documented with the steps, logged with every event

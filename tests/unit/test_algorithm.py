@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.algorithm import (
+    RATIO_EDGES,
     dis_policy_loss,
     length_adaptive_lambda,
+    ratio_histogram,
     skip_observation_gae,
     value_loss,
 )
@@ -275,3 +277,13 @@ def test_tensors_that_would_broadcast_are_refused() -> None:
         dis_policy_loss(torch.ones(3), torch.ones(3), torch.ones(3), torch.ones(1), 0.3, 5.0)
     with pytest.raises(ValueError, match="packed 1-D"):
         value_loss(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_the_ratio_histogram_counts_each_action_token_with_a_finite_ratio_in_its_interval() -> None:
+    rho = [0.0, 0.05, 0.3, 0.30001, 1.0, 1.0, 5.9, 7.0, 1.0, math.inf, math.nan]
+    mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1])
+    counts = ratio_histogram(torch.tensor(rho, dtype=f64).log(), mask)
+    upper = dict(zip((*RATIO_EDGES, math.inf), counts.tolist(), strict=True))
+    # 0 is the ratio of a token that the current policy gives log-probability -inf: not a finite ratio
+    expected = {0.1: 1, 0.3: 1, 0.5: 1, 1.01: 2, 6.0: 1, math.inf: 1}
+    assert {edge: count for edge, count in upper.items() if count} == expected

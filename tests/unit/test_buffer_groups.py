@@ -146,8 +146,7 @@ def test_a_step_gets_the_same_groups_for_ever(bench):
     assert bench.batch(0) == first
     bench.train(0)
     assert bench.batch(0, incarnation=2) == first
-    ((_, _, trajectories),) = bench.store.batches()
-    assert [trajectory.id for trajectory in trajectories] == first
+    assert [batch["ids"] for batch in bench.store.archive.recorded_batches()] == [first]
     assert members(bench.batch(1, incarnation=2, policy_version=0)) == names(*a, *c)
 
 
@@ -195,7 +194,7 @@ def test_a_stale_member_takes_its_stored_siblings_and_their_late_successors_with
     assert members(bench.batch(2)) == names(*c, *d)
     assert (bench.stat("dropped_stale"), bench.stat("dropped_incomplete_group")) == (2, 1)
     assert bench.stat("trajectories_stored") == 0
-    reasons = {trajectory.id: row["reason"] for row, trajectory in bench.store.trajectories("dropped")}
+    reasons = {row["id"]: row["reason"] for row in bench.store.archive.index() if row["state"] == "dropped"}
     assert f"group {b[0]['group']} is incomplete for good, member 1 is lost: stale" in reasons[f"{names(b[0])[0]}@1"]
     assert "is aside" in refused(409, bench.store.visits.renew, int(a[1]["visit_id"]), 1)
     assert bench.play(a[1], "1.2") == "dropped"

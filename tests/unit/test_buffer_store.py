@@ -1,10 +1,10 @@
-import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.segments import SegmentCorrupt, Segments
 from megatron_sao.buffer.store import Store
@@ -179,7 +179,7 @@ def test_one_bad_submission_of_a_group_does_not_spoil_the_others(bench):
     ]
     answers = bench.store.submit([(item, item.encode()) for item in (*bad, good)])
     assert [str(answer).partition(":")[0] for answer in answers] == ["run_id", "task_id", "versions[0]", "accepted"]
-    assert [trajectory.id for _, trajectory in bench.store.trajectories()] == ["t"]
+    assert [row["id"] for row in bench.store.archive.index()] == ["t"]
 
 
 def test_a_full_store_refuses_and_takes_the_same_trajectory_after_a_commit(tmp_path):
@@ -269,9 +269,9 @@ def test_a_commit_collects_what_is_before_it_and_keeps_the_rest(bench):
     bench.store.commit("rl", 0, 1)
     assert len(list(segments.glob("*.seg"))) == 2
     assert "committed rl 1" in refused(410, bench.batch, 0)
-    assert "collected" in refused(410, bench.store.read, "1-1")
-    refused(404, bench.store.read, "unknown")
-    assert [step for _, step, _ in bench.store.batches()] == [1, 2]
+    assert "collected" in refused(410, bench.store.archive.read, "1-1")
+    refused(404, bench.store.archive.read, "unknown")
+    assert [batch["step"] for batch in bench.store.archive.recorded_batches()] == [1, 2]
     assert bench.batch(1, policy_version=0) == ["3-1", "4-1"]
 
 
@@ -431,7 +431,7 @@ def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monk
     assert caught.value.status == 503
     assert bench.stat("trajectories_stored") == 1
     assert bench.play(lease) == "accepted"
-    assert len(list(bench.store.trajectories("stored"))) == 2
+    assert [row["state"] for row in bench.store.archive.index()] == ["stored", "stored"]
 
 
 def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
@@ -452,11 +452,22 @@ def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
 def test_everything_held_can_be_inspected(bench):
     bench.train()
     bench.fill(2)
-    row, trajectory = next(bench.store.trajectories("stored"))
-    assert json.loads(row["versions"]) == ["1.0"]
+    row, _ = bench.store.archive.index()
+    trajectory = bench.store.archive.trajectory(row["id"])
+    assert (row["state"], row["stage"], row["step"], row["versions"]) == ("stored", None, None, ["1.0"])
+    assert (row["kind"], row["task_id"], row["epoch"]) == ("train", trajectory.task_id, trajectory.epoch)
     assert (row["num_tokens"], row["num_action_tokens"]) == (trajectory.num_tokens, trajectory.num_action_tokens)
     np.testing.assert_array_equal(trajectory.token_ids, make_trajectory().token_ids)
-    bench.batch(0)
-    assert list(bench.store.trajectories("stored")) == []
-    ((stage, step, trajectories),) = bench.store.batches()
-    assert (stage, step, len(trajectories)) == ("rl", 0, 2)
+    ids = bench.batch(0)
+    assert [(row["state"], row["stage"], row["step"]) for row in bench.store.archive.index()] == [
+        ("assigned", "rl", 0)
+    ] * 2
+    assert bench.store.archive.recorded_batches() == [{"stage": "rl", "step": 0, "ids": ids}]
+    assert "in use by another buffer" in refused(503, Archive.open, bench.directory / "buffer")
+    bench.store.close()
+    archive = Archive.open(bench.directory / "buffer")
+    assert archive.recorded_batches() == [{"stage": "rl", "step": 0, "ids": ids}]
+    assert archive.trajectory(ids[0]).id == ids[0]
+    archive.close()
+    assert "no buffer wrote there" in refused(404, Archive.open, bench.directory)
+    bench.open()

@@ -85,6 +85,14 @@ def test_a_run_is_resumed_only_with_the_config_it_began_with(tmp_path, config):
         local.check_run_dir(make(tmp_path, rl={"steps": 7}), run_dir)
 
 
+def test_what_only_observes_may_change_when_a_run_is_resumed(tmp_path, config):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    alarms = {"masked_above": {"limit": 0.5, "action": "stop"}}
+    local.check_run_dir(make(tmp_path, alarms=alarms, logging={"samples_every": 5}), run_dir)
+
+
 @pytest.mark.parametrize(
     ("steps", "latest", "exported", "complete"),
     [

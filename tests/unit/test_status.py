@@ -1,0 +1,32 @@
+"""``megatron-sao status`` of a run that nobody serves any more."""
+
+from megatron_sao.cli import main as cli
+from tests.recorded_run import write_run
+
+
+def test_the_status_of_a_stopped_run(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    assert cli(["status", str(tmp_path / "run")]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
+    assert "no buffer answers" in lines["state"] and "last event" in lines["state"]
+    assert lines["step"] == "rl 4 of 8, 0:40 left at this pace"
+    assert lines["rate"] == "10 s per step, tokens/s 123"
+    assert lines["time"] == "wait 75%, policy 25%"
+    assert lines["held-out"] == "0.250 at rl 0, 0.875 at rl 4"
+    assert lines["checkpoints"] == "sft-2 rl-2 rl-10; resumes from rl-10"
+
+
+def test_errors_in_the_logs_are_shown_with_their_log_the_newest_last(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "logs" / "worker-0.log").write_text("x INFO fine\nx ERROR worker-0: gives up\n")
+    cli(["status", str(tmp_path / "run")])
+    errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert "trainer.log: 2026-01-02 03:04:06,678 WARNING rank 0 rl-1: ALARM: train/entropy" in errors[0]
+    assert errors[1] == "  worker-0.log: x ERROR worker-0: gives up"
+
+
+def test_a_run_that_has_not_begun_has_a_status(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert cli(["status", str(tmp_path / "run")]) == 0
+    assert "no step is done yet" in capsys.readouterr().out
