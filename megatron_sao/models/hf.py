@@ -58,6 +58,11 @@ class HFModel:
         """Routed experts, 0 for a dense model."""
         return self.raw.get("n_routed_experts", 0) if self.model_type == "glm4_moe" else 0
 
+    @property
+    def num_mtp_layers(self) -> int:
+        """Multi-token-prediction layers after the decoder's; a checkpoint need not have the tensors of all of them."""
+        return self.raw.get("num_nextn_predict_layers") or 0
+
     def is_moe_layer(self, layer: int) -> bool:
         return self.num_experts > 0 and layer >= self.raw.get("first_k_dense_replace", 0)
 

@@ -8,7 +8,7 @@ parallel dimension it is sharded. Every HF tensor belongs to exactly one entry.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +51,17 @@ def entries(model: HFModel, config: TransformerConfig, head: Literal["policy", "
     return out
 
 
+def mtp_tensors(model: HFModel, names: Iterable[str]) -> set[str]:
+    """Those of the names on disk that belong to multi-token-prediction layers, which count on after the decoder's.
+
+    Such layers draft tokens in an engine. No model here builds them: their tensors are carried along as they are.
+    """
+    first = model.raw["num_hidden_layers"]
+    layers = range(first, first + model.num_mtp_layers)
+    matches = ((name, _HF_LAYER.match(name)) for name in names)
+    return {name for name, match in matches if match and int(match[1]) in layers}
+
+
 def _attention(layer: int, config: TransformerConfig) -> Iterator[Entry]:
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     yield Entry(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",), "replicated")
@@ -91,6 +102,7 @@ _SPELLINGS = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$"), r"experts.local_experts.\2.\1.weight"),
 )
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=experts\.local_experts\.)\d+")
 
