@@ -71,7 +71,7 @@ class _TypeName(str):
         return not self == other
 
 
-def adapt_megatron(device: torch.device = torch.device("cpu")) -> None:
+def adapt_megatron(device: torch.device) -> None:
     """Install every adaptation. Raises RuntimeError where CUDA is available: there nothing may be stubbed.
 
     Args:
