@@ -1,8 +1,8 @@
 """What a forward pass keeps for its backward pass, in bytes.
 
 Models on the meta device cannot be run: where a token goes depends on its values. So this is arithmetic on the widths
-of the model, for the native layers, with fused norms as CUDA has them; tests/distributed/test_plan_memory.py compares it
-with what autograd keeps. Transformer Engine keeps less. Experts are taken to be evenly loaded.
+of the model, for the native layers, with fused norms as CUDA has them; tests/distributed/test_plan_memory.py compares
+it with what autograd keeps. Transformer Engine keeps less. Experts are taken to be evenly loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether all ranks together hold a checkpoint's tensors: none missing, none twice, none too many, each in its shape."""
+"""Whether all ranks together hold a checkpoint's tensors: none missing, twice or too many, each in its shape."""
 
 from __future__ import annotations
 
