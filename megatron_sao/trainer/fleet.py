@@ -13,6 +13,8 @@ from megatron_sao.weights.push import EngineLink, push_weights
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 256 * 2**20
+
 
 class EngineFleet:
     """Keeps every registered engine on the policy's published weights. Methods are collective over trainer ranks.
@@ -36,7 +38,7 @@ class EngineFleet:
         policy_version: int,
         world: World,
         backend: str,
-        bucket_bytes: int = 256 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._client, self._exporter, self._world, self.incarnation = client, exporter, world, incarnation
         self._backend, self._bucket_bytes = backend, bucket_bytes
