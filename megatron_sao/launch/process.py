@@ -21,6 +21,9 @@ from pathlib import Path
 
 import psutil
 
+EXIT_CONFIG = 2  # a part that ends with it would end the same way again
+EXIT_STOPPED = 75  # the trainer after a signal: checkpointed at a step boundary, to be started again
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -21,6 +23,7 @@ from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
 from megatron_sao.trainer.source import BatchSource, Demonstrations, check_routing, check_sampling, permute_rewards
+from megatron_sao.trainer.stop import Stopped, StopSignal
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
@@ -38,6 +41,7 @@ class Stage:
     world: World
     checkpoints: Checkpoints
     metrics: MetricsWriter
+    stop: StopSignal
     exporter: HFExporter
     run_dir: Path
     policy: Policy
@@ -78,6 +82,24 @@ class Stage:
             oldest = self.checkpoints.oldest()
             self.source.commit(oldest.stage, oldest.step)
 
+    @contextmanager
+    def checkpoint_on_stop(self, stage: str, step: int) -> Iterator[None]:
+        """When the run is stopped inside, leave a checkpoint from which it goes on at ``step``."""
+        try:
+            yield
+        except Stopped as stopped:
+            position = Position.of(stage, step)
+            self.finish_save(wait=True)
+            if step > 0 and self.checkpoints.newest != position:  # before its first step a stage is as it was started
+                self.save(stage, step)
+                self.finish_save(wait=True)
+            raise Stopped(f"{stopped}; the run goes on at {position}") from None
+
+    def stop_if_asked(self, stage: str, step: int) -> None:
+        """Between two steps: heed a signal. Raises Stopped."""
+        with self.checkpoint_on_stop(stage, step):
+            self.stop.check(stage, step)
+
     def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
         models = {"policy": self.policy.trainable.chunks}
         if self.critic is not None:
@@ -99,6 +121,7 @@ def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> No
         stage.metrics.write("sft", step, metrics | watch.metrics() | {"progress/steps": settings.steps})
         if (step + 1) % stage.config.checkpoint.save_interval == 0 and step + 1 < settings.steps:
             stage.save("sft", step + 1)
+        stage.stop_if_asked("sft", step + 1)
     stage.save_for_next_stage("value")
 
 
@@ -108,7 +131,8 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
     for step in range(first_step, steps):
         stage.finish_save(wait=False)
         watch = Stopwatch()
-        trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
+        with stage.checkpoint_on_stop("value", step):
+            trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
         watch.lap("wait")
         batch = stage.microbatches(trajectories)
         stage.critic.fill_values(batch)
@@ -120,6 +144,7 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
         stage.metrics.write("value", step, metrics | watch.metrics() | {"progress/steps": steps})
         if (step + 1) % config.checkpoint.save_interval == 0 and step + 1 < steps:
             stage.save("value", step + 1)
+        stage.stop_if_asked("value", step + 1)
     stage.save_for_next_stage("rl")
     if stage.fleet is not None:
         stage.fleet.close()
@@ -138,7 +163,8 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         if config.algorithm.reset_policy_optimizer_on_sync and step > 0 and step % settings.sync_interval == 0:
             # Here and not after the push: a checkpoint cannot hold an Adam that has never stepped.
             stage.policy.trainable.reset_optimizer()
-        trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
+        with stage.checkpoint_on_stop("rl", step):
+            trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
         watch.lap("wait")
         remember_pushed(stage)
         metrics = sao_step(stage, step, trajectories, watch)
@@ -155,6 +181,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
             save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
         if (step + 1) % config.checkpoint.save_interval == 0 or last:
             stage.save("rl", step + 1)
+        stage.stop_if_asked("rl", step + 1)
     stage.finish_save(wait=True)
     if stage.fleet is not None:
         stage.fleet.close()

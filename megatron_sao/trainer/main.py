@@ -15,6 +15,7 @@ from megatron_sao.buffer.client import BufferClient, buffer_address
 from megatron_sao.config import ConfigError, OptimizerConfig, RunConfig
 from megatron_sao.data.routing import RoutingShape, replayed_routing
 from megatron_sao.distributed import broadcast_json
+from megatron_sao.launch.process import EXIT_STOPPED
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
@@ -26,6 +27,7 @@ from megatron_sao.trainer.metrics import MetricsWriter
 from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.trainer.source import Demonstrations, LiveSource, RecordedSource
+from megatron_sao.trainer.stop import Stopped, StopSignal
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter
@@ -34,18 +36,29 @@ from megatron_sao.weights.load import load_hf_weights
 log = logging.getLogger(__name__)
 
 
-def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> None:
+def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> int:
     """Train from the newest checkpoint of ``run_dir``, or from ``model.path``, to the end of the RL stage.
 
     Args:
         batches_dir: recorded batches to train on instead of the buffer's; needs no other process.
+
+    Returns:
+        The exit code: 0, or EXIT_STOPPED where SIGUSR1 or SIGTERM ended the run at a step boundary.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("megatron", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
-    Run(config, run_dir, batches_dir, backend).run()
+    run = Run(config, run_dir, batches_dir, backend)
+    run.stop.listen()
+    code = 0
+    try:
+        run.run()
+    except Stopped as stopped:
+        log.info("%s", stopped)
+        code = EXIT_STOPPED
     stop_runtime()  # not after an error: closed connections would make the other ranks fail before this one has
+    return code
 
 
 class Run:
@@ -62,6 +75,7 @@ class Run:
         )
         self.checkpoints.find_newest()
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None)
+        self.stop = StopSignal(backend.device, config.rl.sync_interval)
         self.recorded = None
         if batches_dir is not None:
             limits = self.model.vocab_size, config.rollout.max_tokens
@@ -180,8 +194,8 @@ class Run:
         if newest is not None:
             baseline.load_state_dict(self.checkpoints.extra(newest)["running_mean"])
         stage = Stage(
-            self.config, self.model, self.world, self.checkpoints, self.metrics, exporter, self.run_dir, policy,
-            baseline, critic,
+            self.config, self.model, self.world, self.checkpoints, self.metrics, self.stop, exporter, self.run_dir,
+            policy, baseline, critic,
         )  # fmt: skip
         if policy_version is not None:
             self._attach_source(stage, policy_version)
@@ -198,7 +212,7 @@ class Run:
         stage.fleet = EngineFleet(
             self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
         )
-        stage.source = LiveSource(self.client, stage.fleet, self.world)
+        stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop)
 
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:

@@ -20,6 +20,7 @@ from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.stop import StopSignal
 from megatron_sao.trainer.world import World
 
 POLL_SECONDS = 2.0  # how long the buffer may hold an answer back before the engines are looked after again
@@ -117,10 +118,11 @@ class LiveSource:
     Args:
         client: rank 0 asks for the batch; every rank fetches the trajectories.
         fleet: the engines to look after.
+        stop: heeded while a batch does not come.
     """
 
-    def __init__(self, client: BufferClient, fleet: EngineFleet, world: World) -> None:
-        self._client, self._fleet, self._world = client, fleet, world
+    def __init__(self, client: BufferClient, fleet: EngineFleet, world: World, stop: StopSignal) -> None:
+        self._client, self._fleet, self._world, self._stop = client, fleet, world, stop
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="fetch")
 
     @property
@@ -132,7 +134,7 @@ class LiveSource:
             entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=POLL_SECONDS)
             return None if entries is None else [entry.id for entry in entries]
 
-        return self._wait(ready, policy_version)
+        return self._wait(ready, policy_version, lambda: self._stop.check(stage, step))
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
         incarnation = self._fleet.incarnation
@@ -140,13 +142,21 @@ class LiveSource:
             self._client.start_eval(stage, step, incarnation, self._fleet.version, num_prompts)
         return self._wait(lambda: self._client.eval_result(stage, step, incarnation, wait=POLL_SECONDS), step)
 
-    def _wait(self, ready: Callable[[], list[str] | None], policy_version: int) -> list[Trajectory]:
-        """The trajectories whose ids rank 0 gets from ``ready``; meanwhile engines that came back get their weights."""
+    def _wait(
+        self,
+        ready: Callable[[], list[str] | None],
+        policy_version: int,
+        still_waiting: Callable[[], None] | None = None,
+    ) -> list[Trajectory]:
+        """The trajectories whose ids rank 0 gets from ``ready``; meanwhile engines that came back get their weights,
+        and ``still_waiting`` is called on every rank."""
         while True:
             self._fleet.refresh(policy_version)
             ids = broadcast_json(ready() if self._world.is_leader else None, self._world.device)
             if ids is not None:
                 return self.fetch(ids)
+            if still_waiting is not None:
+                still_waiting()
 
     def commit(self, stage: str, step: int) -> None:
         if self._world.is_leader:
