@@ -57,6 +57,8 @@ class Site:
             preflight = float(env.get("SAO_PREFLIGHT") or PREFLIGHT_SECONDS)
         except ValueError:
             raise ConfigError(f"SAO_PREFLIGHT = {env['SAO_PREFLIGHT']!r}: give seconds; 0 for no checks") from None
+        if env.get("SAO_SCRATCH") and not preflight:
+            raise ConfigError("SAO_SCRATCH with SAO_PREFLIGHT = 0: it is the checks that make the directory; set one")
         return Site(
             env.get("SAO_PYTHON") or ("python3" if container else sys.executable),
             container,

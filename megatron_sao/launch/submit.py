@@ -87,13 +87,14 @@ def _stand_ins(component: Component) -> list[Node]:
 
 
 def sbatch(config: RunConfig, run_dir: Path, arguments: argparse.Namespace, components: list[Component]) -> list[str]:
-    """The command line. Jobs of one run have one name and are singletons: never two on the same directory."""
+    """The command line. Jobs of one run have one name and are singletons: never two on the same directory. Components
+    after the first are named apart, or they would wait for each other."""
     log = run_dir.parent.absolute() / "%x-%j.log"
     options = [option for text in arguments.sbatch for option in shlex.split(text)]
     command = ["sbatch", "--parsable", f"--job-name={config.name}", "--dependency=singleton", f"--output={log}"]
     for index, component in enumerate(components):
         cpus = arguments.cpus_per_node
-        command += [":"] if index else []
+        command += [":", f"--job-name={config.name}.{index}"] if index else []
         command += [f"--nodes={component.nodes}", "--ntasks-per-node=1", *options]
         command += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive"]
         command += [f"--gpus-per-node={component.gpus}"] if component.gpus else []
