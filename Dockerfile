@@ -6,9 +6,5 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /opt/megatron-sao
-# The environment first: a change of the code does not install it anew.
-COPY requirements.txt pyproject.toml ./
-COPY tools/install_gpu.sh tools/
-RUN mkdir -p megatron_sao && python3 -m pip install --no-cache-dir setuptools wheel pybind11 && \
-    PIP_NO_CACHE_DIR=1 tools/install_gpu.sh
 COPY . .
+RUN python3 -m pip install --no-cache-dir setuptools wheel pybind11 && PIP_NO_CACHE_DIR=1 tools/install_gpu.sh

@@ -292,7 +292,9 @@ def _reduce(plan: dict[str, Any], name: str, report: dict[str, Any]) -> None:
 
     names = list(plan["nodes"])
     master = plan["nodes"][names[0]]["address"] if name != names[0] else report["address"]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", report["interface"] or "")
+    if report["interface"]:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", report["interface"])
     _join("gloo", master, plan["port"], names.index(name), len(names), plan["seconds"])
     clocks = torch.zeros(len(names), dtype=torch.float64)
     dist.barrier()
@@ -311,7 +313,6 @@ def _reduce_gpus(plan: dict[str, Any], names: list[str], name: str, master: str,
     """One process per GPU."""
     gpus = [plan["nodes"][other]["gpus"] for other in names]
     first, world = sum(gpus[: names.index(name)]), sum(gpus)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", report["interface"] or "")
     command = [sys.executable, "-m", "megatron_sao.launch.preflight", "rank"]
     arguments = [master, str(plan["port"] + 1), str(world), str(plan["seconds"])]
     ranks = [
