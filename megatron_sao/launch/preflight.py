@@ -37,7 +37,7 @@ class PreflightFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """What a node must offer: the address that Slurm has for it, free ports there, GPUs."""
+    """What a node must offer: the address that Slurm has for it, free ports there, GPUs (0: it needs none)."""
 
     address: str
     ports: list[int]
@@ -75,7 +75,7 @@ def check_nodes(
         files: that must be there, the same everywhere; a directory stands for the files in it.
         interface: the network interface to use; None: the one with the node's address.
         scratch: a directory to make on each node.
-        cuda: whether all GPUs of all nodes must reduce over NCCL.
+        cuda: whether GPUs are a must; otherwise a node where torch sees none is checked as a CPU node.
         seconds: for everything.
 
     Raises:
@@ -116,7 +116,7 @@ def _gather(
         for command in commands
     ]
     lines: list[str] = []
-    readers = [threading.Thread(target=lines.extend, args=(step.stdout,), daemon=True) for step in steps]
+    readers = [threading.Thread(target=_read, args=(step, lines), daemon=True) for step in steps]
     for reader in readers:
         reader.start()
     deadline = time.monotonic() + seconds
@@ -133,6 +133,11 @@ def _gather(
         step.kill()
         reader.join(1.0)
     return _parse(lines)
+
+
+def _read(step: subprocess.Popen[str], lines: list[str]) -> None:
+    for line in step.stdout:
+        lines.append(line)
 
 
 def _parse(lines: list[str]) -> tuple[dict[str, dict[str, Any]], str]:
@@ -167,12 +172,13 @@ def _problems(
 
 
 def _odd_ones(field: str, found: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Nodes where a value differs from what most nodes have."""
+    """Nodes where a value differs from what most of those that have one have."""
     for key in {key for values in found.values() for key in values}:
-        usual, _ = Counter(values.get(key) for values in found.values()).most_common(1)[0]
-        for name, values in found.items():
-            if values.get(key) != usual:
-                yield f"node {name}: {field} differ: {key} is {values.get(key)} there and {usual} elsewhere"
+        there = {name: values[key] for name, values in found.items() if key in values}
+        usual, _ = Counter(there.values()).most_common(1)[0]
+        for name, value in there.items():
+            if value != usual:
+                yield f"node {name}: {field} differ: {key} is {value} there and {usual} elsewhere"
 
 
 def main(folder: Path) -> int:
@@ -206,8 +212,10 @@ def _print(report: dict[str, Any]) -> None:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        try:
             found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
     return found
 
 
@@ -270,12 +278,13 @@ def _address_towards(host: str) -> str:
 
 
 def _check_gpus(plan: dict[str, Any], place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
-    if not plan["cuda"] or not place.gpus:
+    if not place.gpus:
         return
     import torch
 
     found = torch.cuda.device_count()
-    if found < place.gpus:
+    report["versions"]["GPUs"] = f"{found} × {torch.cuda.get_device_name()}" if found else "none"
+    if found < place.gpus and (found or plan["cuda"]):
         report["problems"].append(f"torch sees {found} GPUs of {place.gpus}")
     for device in range(found):
         free, total = torch.cuda.mem_get_info(device)
@@ -305,7 +314,7 @@ def _reduce(plan: dict[str, Any], name: str, report: dict[str, Any]) -> None:
         report["problems"].append(f"its clock is {ahead:+.0f} s off the other nodes'; check its time service")
     dist.barrier()
     dist.destroy_process_group()
-    if plan["cuda"] and plan["nodes"][name]["gpus"]:
+    if report["versions"].get("GPUs", "none") != "none":
         _reduce_gpus(plan, names, name, master, report)
 
 

@@ -6,6 +6,7 @@ that a job may end before the run does: before the time limit the trainer checkp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import RunConfig
+from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.allocation import (
     Allocation,
     Layout,
@@ -144,12 +145,11 @@ class Job:
             )
 
     def _checkpoint_seconds(self) -> float:
-        left = seconds_left(self._allocation.job)
-        return (
-            CHECKPOINT_SECONDS
-            if left is None
-            else max(0.0, left - STOP_SECONDS - STOP_BUFFER_SECONDS - REQUEUE_SECONDS)
-        )
+        with contextlib.suppress(ConfigError):  # a controller that does not answer now must not end the run
+            left = seconds_left(self._allocation.job)
+            if left is not None:
+                return max(0.0, left - STOP_SECONDS - STOP_BUFFER_SECONDS - REQUEUE_SECONDS)
+        return CHECKPOINT_SECONDS
 
     def _everywhere(self, name: str, arguments: list[str], gpus: bool = False) -> list[list[str]]:
         """Commands of steps that run ``python arguments`` once on each node of the job, one step per component."""
@@ -165,26 +165,27 @@ class Job:
         for index, node in enumerate(self._layout.engines):
             ports[node.name].append(self._port + 2 + index)
         nodes = [self._layout.head, *(node for node in self._allocation.nodes if node != self._layout.head)]
-        device = self._config.model.device
-        cuda = device == "cuda" or (device == "auto" and Path("/proc/driver/nvidia").exists())
         files = [self._config.model.path, *(path for _, path in self._config.data if path is not None)]
         scratch = self._site.scratch_folder(self._allocation.job) if self._site.scratch else None
         began = time.monotonic()
         reports = check_nodes(
             self._run_dir,
             self._allocation.job,
-            {node.name: Place(node.address, ports[node.name], self._layout.slots(node)) for node in nodes},
-            lambda arguments: self._everywhere("preflight", arguments, gpus=cuda),
+            {node.name: Place(node.address, ports[node.name], self._gpus_used(node)) for node in nodes},
+            lambda arguments: self._everywhere("preflight", arguments, gpus=self._gpus),
             self._site.environment({**os.environ, "OMP_NUM_THREADS": "1"}, self._allocation.job, self._site.interface),
             files=files,
             interface=self._site.interface,
             scratch=scratch,
             port=self._port + 2 + self._config.engine.count,
-            cuda=cuda,
+            cuda=self._config.model.device == "cuda",
             seconds=self._site.preflight,
         )
         print(f"megatron-sao: {len(reports)} nodes passed their checks in {time.monotonic() - began:.0f} s", flush=True)
         return reports
+
+    def _gpus_used(self, node: Node) -> int:
+        return self._layout.slots(node) if self._gpus and node.gpus else 0
 
     def _parts(self, reports: dict[str, Report]) -> Parts:
         layout, config = self._layout, self._config
@@ -207,7 +208,7 @@ class Job:
         engines = []
         for index, node in enumerate(layout.engines):
             where = ["--port", str(self._port + 2 + index), "--set", f"engine.host={address[node.name]}"]
-            gpus = layout.engine_gpus if self._gpus and node.gpus else 0
+            gpus = min(layout.engine_gpus, self._gpus_used(node))
             engines.append(part(f"engine-{index}", node, "engine", "--index", str(index), *where, gpus=gpus))
         workers = [
             part(f"worker-{index}", layout.head, "rollout", "--worker-id", f"worker-{index}")
@@ -227,7 +228,7 @@ class Job:
             part_arguments(self._run_dir, "train"),
             paths=self._paths,
             per_node=layout.ranks_per_node,
-            gpus=layout.ranks_per_node if self._gpus and first.gpus else 0,
+            gpus=min(layout.ranks_per_node, self._gpus_used(first)),
             cpus=min(layout.cpus_per_slot(node) for node in layout.trainer),
         )
         return SupervisedStep("trainer", command, env, self._run_dir / "logs", MAX_TRAINER_RESTARTS)

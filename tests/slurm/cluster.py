@@ -51,7 +51,7 @@ KillWait=15
 InactiveLimit=0
 MinJobAge=3600
 GresTypes=gpu
-PartitionName=test Nodes=n[1-4] Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO
+PartitionName=test Nodes=n[1-4] Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO
 """
 
 

@@ -17,6 +17,7 @@ from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "system" / "fake_parts"
+ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL")  # the last two on their way back
 
 
 class Job:
@@ -42,8 +43,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        (path,) = self.folder.glob(f"*-{self.id}.log") or (None,)
-        return path.read_text()
+        return "".join(path.read_text() for path in self.folder.glob(f"*-{self.id}.log"))
 
     @property
     def state(self) -> str:
@@ -57,22 +57,24 @@ class Job:
             if state == "PENDING" and time.monotonic() - woken > 1:
                 self.cluster.wake(self.id)
                 woken = time.monotonic()
-            assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"{state}, no {what}\n{self._tail()}"
-            assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s ({state})\n{self._tail()}"
+            assert state in ALIVE, f"{state}, no {what}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s ({state})\n{self.logs()}"
             time.sleep(0.2)
 
     def finish(self, seconds: float = 60) -> str:
         """The state in which it ended."""
         deadline = time.monotonic() + seconds
-        while (state := self.state) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < deadline, f"{state} after {seconds:.0f} s\n{self._tail()}"
+        while (state := self.state) in ALIVE:
+            assert time.monotonic() < deadline, f"{state} after {seconds:.0f} s\n{self.logs()}"
             if state == "PENDING":
                 self.cluster.wake(self.id)
             time.sleep(0.5)
         return state
 
     def nodes(self) -> list[str]:
-        return self.cluster.run("squeue", "-h", "-j", self.id, "-o", "%N").split()
+        """Of each component in turn."""
+        shown = self.cluster.run("squeue", "-h", "-j", self.id, "-o", "%i %N")
+        return [line.split()[1] for line in sorted(shown.splitlines())]
 
     def processes(self) -> list[psutil.Process]:
         """Everything that has the run's directory on its command line or works for something that has."""
@@ -86,7 +88,8 @@ class Job:
                 found.append(process)
         return found
 
-    def _tail(self) -> str:
+    def logs(self) -> str:
+        """The ends of all logs."""
         logs = [*self.folder.glob("*.log"), *(self.run_dir / "logs").glob("*.log")]
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in logs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,19 +45,25 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator:
 
 def family(job: Job) -> list[psutil.Process]:
     """The parts' processes and all that they started."""
-    parts = [process for process in job.processes() if process.name() not in ("srun", "slurmstepd")]
-    return list({child for part in parts for child in (part, *part.children(recursive=True))})
+    found: set[psutil.Process] = set()
+    for part in job.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {process for process in (part, *part.children(recursive=True)) if process.name() != "srun"}
+    return list(found)
 
 
 def kill(job: Job, word: str) -> None:
     """Kill -9 the process that has ``word`` on its command line (or as its title)."""
-    (victim, *_) = [process for process in family(job) if word in process.cmdline()]
-    victim.kill()
+    victims = []
+    for process in family(job):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victims += [process] if word in process.cmdline() else []
+    victims[0].kill()
 
 
 def test_the_demo_survives_kills_and_a_requeue_and_runs_to_its_end(submit, cluster, tiny: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny, max_staleness=3, steps=40)
-    job = submit(config, "--nodes=1,1,1", SAO_PREFLIGHT="150", SAO_SCRATCH=str(tmp_path / "scratch"))
+    job = submit(config, "--nodes=1,1,1", SAO_PREFLIGHT="150", SAO_SCRATCH=str(cluster.root / "scratch"))
     job.wait_for(lambda: steps_done(job.run_dir), 300, "first step")
     assert "3 nodes passed their checks" in job.log
     for victim in ("sglang::scheduler", "buffer", "train"):
@@ -69,7 +76,7 @@ def test_the_demo_survives_kills_and_a_requeue_and_runs_to_its_end(submit, clust
     checkpoint = (job.run_dir / "checkpoints" / "latest").read_text().strip()
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    assert job.finish(300) == "COMPLETED", job._tail()
+    assert job.finish(300) == "COMPLETED", job.logs()
 
     assert "SLURM_RESTART_COUNT = 1" in job.log
     assert f"training starts at {checkpoint}" in (job.run_dir / "logs" / "trainer.log").read_text()
@@ -77,7 +84,7 @@ def test_the_demo_survives_kills_and_a_requeue_and_runs_to_its_end(submit, clust
     assert steps_done(job.run_dir) == list(range(40)), "no step is left out"
     assert all(e["mismatch/mean_abs_logprob_diff"] < 1e-5 for e in evaluations(job.run_dir).values())
     assert (job.run_dir / "hf" / "model.safetensors").is_file()
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert list((cluster.root / "scratch").iterdir()) == []
     assert job.processes() == []
 
 
@@ -113,7 +120,7 @@ def test_many_requeues_give_the_weights_and_metrics_of_one_job(submit, cluster, 
             job.wait_for(lambda s=step: len(untimed(job.run_dir)) > s, 120, f"step {step}")
             cluster.run("scancel", "--batch", "--signal=USR1", job.id)
             job.wait_for(lambda n=count: f"SLURM_RESTART_COUNT = {n}" in job.log, 120, f"restart {count}")
-        assert job.finish(200) == "COMPLETED", job._tail()
+        assert job.finish(200) == "COMPLETED", job.logs()
         return job.run_dir
 
     whole, cut = run("whole", ()), run("cut", (3, 20))

@@ -100,7 +100,7 @@ def test_requeues_by_hand_by_a_lost_node_and_at_the_limit_and_the_end_of_a_crash
 
 
 def test_a_bad_node_is_named_before_anything_starts(submit):
-    job = submit({}, "--nodes=1,1,1", SAO_PREFLIGHT="120", FAKE_BAD_NODE="n2")
+    job = submit({}, "--nodes=1,1,1", "--sbatch=--exclude=n4", SAO_PREFLIGHT="120", FAKE_BAD_NODE="n2")
     assert job.finish(150) == "FAILED"
     assert "node n2: versions differ: torch is 0.0.1 there" in job.log
     assert job.started("trainer") == []

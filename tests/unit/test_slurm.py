@@ -204,8 +204,8 @@ def report(**changes) -> dict:
             ["node n2: versions differ: torch is 2.13.0 there and 2.14.1 elsewhere"],
         ),
         (
-            {"n1": report(), "n2": report(), "n3": report(files={})},
-            ["node n3: files differ: /m is None there and 3 files, ab elsewhere"],
+            {"n1": report(), "n2": report(), "n3": report(files={"/m": "2 files, cd"})},
+            ["node n3: files differ: /m is 2 files, cd there and 3 files, ab elsewhere"],
         ),
         (
             {"n1": report(done=False), "n2": report(problems=["no GPU"], done=False)},
