@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,34 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What is checked.
+
+    Attributes:
+        nodes: by name; the first one has ``port`` free for the all-reduce, and the port after it.
+        files: that must be there, the same everywhere; a directory stands for the files in it.
+        interface: the network interface to use; None: the one with the node's address.
+        scratch: a directory to make on each node.
+        cuda: whether GPUs are a must; otherwise a node where torch sees none is checked as a CPU node.
+        seconds: for everything.
+    """
+
+    nodes: dict[str, Place]
+    files: list[str]
+    interface: str | None
+    scratch: str | None
+    port: int
+    cuda: bool
+    seconds: float
+    nonce: str = field(default_factory=lambda: secrets.token_hex(8))  # tells this check's files from an earlier one's
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        raw = json.loads(path.read_text())
+        return Plan(**raw | {"nodes": {name: Place(**place) for name, place in raw["nodes"].items()}})
+
+
+@dataclass(frozen=True)
 class Report:
     """What a good node says: the address and the interface on which the others reach it."""
 
@@ -53,52 +81,26 @@ class Report:
 
 
 def check_nodes(
-    run_dir: Path,
-    job: str,
-    places: dict[str, Place],
-    commands: Callable[[list[str]], list[list[str]]],
-    env: dict[str, str],
-    *,
-    files: list[Path],
-    interface: str | None,
-    scratch: str | None,
-    port: int,
-    cuda: bool,
-    seconds: float,
+    folder: Path, plan: Plan, commands: Callable[[list[str]], list[list[str]]], env: dict[str, str]
 ) -> dict[str, Report]:
     """Check all nodes at once.
 
     Args:
-        places: by node name; the first one's node has ``port`` free for the all-reduce, and the port after it.
+        folder: for the checks' own files, removed when all is well; on the file system that the run is on.
         commands: from the arguments of an interpreter to the steps that call it once on each node.
         env: of those steps.
-        files: that must be there, the same everywhere; a directory stands for the files in it.
-        interface: the network interface to use; None: the one with the node's address.
-        scratch: a directory to make on each node.
-        cuda: whether GPUs are a must; otherwise a node where torch sees none is checked as a CPU node.
-        seconds: for everything.
 
     Raises:
         PreflightFailed: naming the nodes.
     """
-    folder = run_dir / f"preflight-{job}"
     folder.mkdir(exist_ok=True)
-    plan = {
-        "nonce": secrets.token_hex(8),
-        "nodes": {name: vars(place) for name, place in places.items()},
-        "files": [str(path.absolute()) for path in files],
-        "interface": interface,
-        "scratch": scratch,
-        "port": port,
-        "cuda": cuda,
-        "seconds": seconds,
-    }
-    (folder / "plan.json").write_text(json.dumps(plan))
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
     arguments = ["-m", "megatron_sao.launch.preflight", str(folder.absolute())]
-    reports, output = _gather(commands(arguments), env, list(places), seconds)
-    problems = list(_problems(reports, list(places), folder, plan, seconds))
+    reports, output = _gather(commands(arguments), env, list(plan.nodes), plan.seconds)
+    problems = list(_problems(reports, folder, plan))
     if problems:
-        raise PreflightFailed("\n".join(problems) + (f"\n{output}" if not reports else ""))
+        silent = output and len(reports) < len(plan.nodes)
+        raise PreflightFailed("\n".join(problems) + (f"\nfrom the nodes' steps:\n{output}" if silent else ""))
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -122,7 +124,7 @@ def _gather(
     deadline = time.monotonic() + seconds
     while any(step.poll() is None for step in steps) and time.monotonic() < deadline:
         reports, _ = _parse(lines)
-        if any(report["problems"] for report in reports.values()):
+        if any(report["problems"] for report in reports.values()) or any(step.poll() for step in steps):
             deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if len(reports) < len(names) else 0.0))
         time.sleep(0.1)
     for step in steps:
@@ -154,38 +156,40 @@ def _parse(lines: list[str]) -> tuple[dict[str, dict[str, Any]], str]:
     return reports, "\n".join(other[-20:])
 
 
-def _problems(
-    reports: dict[str, dict[str, Any]], names: list[str], folder: Path, plan: dict[str, Any], seconds: float
-) -> Iterator[str]:
-    failed = {name for name in names if reports.get(name, {"problems": []})["problems"]}
+def _problems(reports: dict[str, dict[str, Any]], folder: Path, plan: Plan) -> Iterator[str]:
+    failed = {name for name, report in reports.items() if report["problems"]}
     for name in sorted(failed):
         yield from (f"node {name}: {problem}" for problem in reports[name]["problems"])
-    for field in ("versions", "files"):
-        yield from _odd_ones(field, {name: report[field] for name, report in reports.items()})
-    for name in names:
-        if name not in reports and not failed:
-            yield f"node {name} did not report within {seconds:.0f} s (SAO_PREFLIGHT)"
-        elif name in reports and not failed and not reports[name]["done"]:
-            yield f"node {name} did not finish the all-reduce within {seconds:.0f} s (SAO_PREFLIGHT)"
-        elif name in reports and not (folder / name).is_file():
+    for kind in ("versions", "files"):
+        yield from _odd_ones(kind, {name: report[kind] for name, report in reports.items()})
+    for name in reports:
+        mark = folder / name
+        if not mark.is_file() or mark.read_text() != plan.nonce:
             yield f"node {name}: {folder} is not the directory that this node sees; it must be on a shared file system"
+    if failed:  # the others could not go on without it
+        return
+    for name in plan.nodes:
+        if name not in reports:
+            yield f"node {name} did not report, for which it had {plan.seconds:.0f} s (SAO_PREFLIGHT)"
+        elif not reports[name]["done"]:
+            yield f"node {name} did not finish the all-reduce within {plan.seconds:.0f} s (SAO_PREFLIGHT)"
 
 
-def _odd_ones(field: str, found: dict[str, dict[str, str]]) -> Iterator[str]:
+def _odd_ones(kind: str, found: dict[str, dict[str, str]]) -> Iterator[str]:
     """Nodes where a value differs from what most of those that have one have."""
     for key in {key for values in found.values() for key in values}:
         there = {name: values[key] for name, values in found.items() if key in values}
         usual, _ = Counter(there.values()).most_common(1)[0]
         for name, value in there.items():
             if value != usual:
-                yield f"node {name}: {field} differ: {key} is {value} there and {usual} elsewhere"
+                yield f"node {name}: {kind} differ: {key} is {value} there and {usual} elsewhere"
 
 
 def main(folder: Path) -> int:
     """One node's side: report on itself, then reduce with the others."""
     name = os.environ["SLURMD_NODENAME"]
-    plan = json.loads((folder / "plan.json").read_text())
-    place = Place(**plan["nodes"][name])
+    plan = Plan.read(folder / "plan.json")
+    place = plan.nodes[name]
     report: dict[str, Any] = {"node": name, "problems": [], "done": False, "address": place.address, "interface": None}
     report |= {"versions": _versions(), "files": {}}
     for check in (_check_files, _check_folder, _check_network, _check_gpus):
@@ -219,9 +223,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _check_files(plan: dict[str, Any], place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
+def _check_files(plan: Plan, place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
     """Names and sizes; contents would take too long."""
-    for text in plan["files"]:
+    for text in plan.files:
         path = Path(text)
         files = sorted(path.glob("*")) if path.is_dir() else [path]
         sizes = "".join(f"{file.name} {file.stat().st_size} " for file in files)  # a missing one raises
@@ -230,26 +234,26 @@ def _check_files(plan: dict[str, Any], place: Place, folder: Path, name: str, re
         report["files"][text] = f"{len(files)} files, {hashlib.sha256(sizes.encode()).hexdigest()[:8]}"
 
 
-def _check_folder(plan: dict[str, Any], place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
+def _check_folder(plan: Plan, place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
     with (folder / name).open("w") as file:
-        file.write(plan["nonce"])
+        file.write(plan.nonce)
         file.flush()
         os.fsync(file.fileno())
-    if plan["scratch"]:
-        Path(plan["scratch"]).mkdir(parents=True, exist_ok=True)
+    if plan.scratch:
+        Path(plan.scratch).mkdir(parents=True, exist_ok=True)
 
 
-def _check_network(plan: dict[str, Any], place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
+def _check_network(plan: Plan, place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
     addresses = {
         interface: [entry.address for entry in entries if entry.family == socket.AF_INET]
         for interface, entries in psutil.net_if_addrs().items()
     }
-    if plan["interface"]:
-        if not addresses.get(plan["interface"]):
+    if plan.interface:
+        if not addresses.get(plan.interface):
             there = ", ".join(interface for interface, found in addresses.items() if found)
             report["problems"].append(f"SAO_INTERFACE = {plan['interface']} has no IPv4 address; there are {there}")
             return
-        address = addresses[plan["interface"]][0]
+        address = addresses[plan.interface][0]
     else:
         try:
             address = socket.gethostbyname(place.address)
@@ -277,14 +281,14 @@ def _address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _check_gpus(plan: dict[str, Any], place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
+def _check_gpus(plan: Plan, place: Place, folder: Path, name: str, report: dict[str, Any]) -> None:
     if not place.gpus:
         return
     import torch
 
     found = torch.cuda.device_count()
     report["versions"]["GPUs"] = f"{found} × {torch.cuda.get_device_name()}" if found else "none"
-    if found < place.gpus and (found or plan["cuda"]):
+    if found < place.gpus and (found or plan.cuda):
         report["problems"].append(f"torch sees {found} GPUs of {place.gpus}")
     for device in range(found):
         free, total = torch.cuda.mem_get_info(device)
@@ -294,17 +298,17 @@ def _check_gpus(plan: dict[str, Any], place: Place, folder: Path, name: str, rep
             )
 
 
-def _reduce(plan: dict[str, Any], name: str, report: dict[str, Any]) -> None:
+def _reduce(plan: Plan, name: str, report: dict[str, Any]) -> None:
     """Between all nodes over gloo, which also compares their clocks; then between all GPUs over NCCL."""
     import torch
     import torch.distributed as dist
 
-    names = list(plan["nodes"])
-    master = plan["nodes"][names[0]]["address"] if name != names[0] else report["address"]
+    names = list(plan.nodes)
+    master = plan.nodes[names[0]].address if name != names[0] else report["address"]
     if report["interface"]:
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", report["interface"])
-    _join("gloo", master, plan["port"], names.index(name), len(names), plan["seconds"])
+    _join("gloo", master, plan.port, names.index(name), len(names), plan.seconds)
     clocks = torch.zeros(len(names), dtype=torch.float64)
     dist.barrier()
     clocks[names.index(name)] = time.time()
@@ -318,18 +322,18 @@ def _reduce(plan: dict[str, Any], name: str, report: dict[str, Any]) -> None:
         _reduce_gpus(plan, names, name, master, report)
 
 
-def _reduce_gpus(plan: dict[str, Any], names: list[str], name: str, master: str, report: dict[str, Any]) -> None:
+def _reduce_gpus(plan: Plan, names: list[str], name: str, master: str, report: dict[str, Any]) -> None:
     """One process per GPU."""
-    gpus = [plan["nodes"][other]["gpus"] for other in names]
+    gpus = [plan.nodes[other].gpus for other in names]
     first, world = sum(gpus[: names.index(name)]), sum(gpus)
     command = [sys.executable, "-m", "megatron_sao.launch.preflight", "rank"]
-    arguments = [master, str(plan["port"] + 1), str(world), str(plan["seconds"])]
+    arguments = [master, str(plan.port + 1), str(world), str(plan.seconds)]
     ranks = [
         subprocess.Popen(
             [*command, str(first + device), str(device), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for device in range(plan["nodes"][name]["gpus"])
+        for device in range(plan.nodes[name].gpus)
     ]  # fmt: skip
     for device, rank in enumerate(ranks):
         output, _ = rank.communicate()

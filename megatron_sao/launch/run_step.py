@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 
 from megatron_sao.config import ConfigError
 from megatron_sao.launch.allocation import first_port, read_allocation
@@ -14,11 +13,11 @@ from megatron_sao.launch.site import Site
 
 def main(arguments: list[str]) -> None:
     """Become the srun; raises ConfigError outside of a job."""
-    allocation, site = read_allocation(), replace(Site.from_environment(), scratch=None)  # nothing makes it here
+    allocation, site = read_allocation(), Site.from_environment()
     nodes = allocation.groups[0]
     per_node = int(os.environ.get("SLURM_NTASKS_PER_NODE", 1))
     world = per_node * len(nodes)
-    env = site.environment(os.environ, allocation.job, site.interface)
+    env = site.environment(os.environ, site.interface)
     if world > 1:
         env |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(per_node)}
         env |= {"MASTER_ADDR": nodes[0].address, "MASTER_PORT": str(first_port(allocation.job))}

@@ -68,14 +68,17 @@ class Site:
             preflight,
         )
 
-    def environment(self, env: Mapping[str, str], job: str, interface: str | None) -> dict[str, str]:
-        """``env`` for the steps of a job whose nodes talk over ``interface`` (None: nothing is known of it)."""
+    def environment(
+        self, env: Mapping[str, str], interface: str | None, scratch_of: str | None = None
+    ) -> dict[str, str]:
+        """``env`` for the steps of a job whose nodes talk over ``interface`` (None: nothing is known of it); with a job's
+        id, temporary files go to its scratch directories, which must be there."""
         env = {name: value for name, value in env.items() if not name.startswith(SHAPING)}
         if interface is not None:
             for library in ("NCCL", "GLOO"):
                 env.setdefault(f"{library}_SOCKET_IFNAME", interface)
-        if self.scratch is not None:
-            folder = self.scratch_folder(job)
+        if self.scratch is not None and scratch_of is not None:
+            folder = self.scratch_folder(scratch_of)
             env |= {
                 "TMPDIR": folder,
                 "TRITON_CACHE_DIR": f"{folder}/triton",

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from megatron_sao.launch.allocation import (
     slurm,
 )
 from megatron_sao.launch.local import check_inputs, check_run_dir, exclusive, is_complete
-from megatron_sao.launch.preflight import Place, PreflightFailed, Report, check_nodes
+from megatron_sao.launch.preflight import Place, Plan, PreflightFailed, Report, check_nodes
 from megatron_sao.launch.process import EXIT_STOPPED
 from megatron_sao.launch.site import Site
 from megatron_sao.launch.step import SupervisedStep, run_steps
@@ -141,7 +142,7 @@ class Job:
                 f"import shutil; shutil.rmtree({self._site.scratch_folder(self._allocation.job)!r}, ignore_errors=True)"
             )
             run_steps(
-                self._everywhere("clean", ["-c", code]), self._site.environment(os.environ, "", None), SCRATCH_SECONDS
+                self._everywhere("clean", ["-c", code]), self._site.environment(os.environ, None), SCRATCH_SECONDS
             )
 
     def _checkpoint_seconds(self) -> float:
@@ -166,21 +167,20 @@ class Job:
             ports[node.name].append(self._port + 2 + index)
         nodes = [self._layout.head, *(node for node in self._allocation.nodes if node != self._layout.head)]
         files = [self._config.model.path, *(path for _, path in self._config.data if path is not None)]
-        scratch = self._site.scratch_folder(self._allocation.job) if self._site.scratch else None
-        began = time.monotonic()
-        reports = check_nodes(
-            self._run_dir,
-            self._allocation.job,
-            {node.name: Place(node.address, ports[node.name], self._gpus_used(node)) for node in nodes},
-            lambda arguments: self._everywhere("preflight", arguments, gpus=self._gpus),
-            self._site.environment({**os.environ, "OMP_NUM_THREADS": "1"}, self._allocation.job, self._site.interface),
-            files=files,
-            interface=self._site.interface,
-            scratch=scratch,
+        job, interface = self._allocation.job, self._site.interface
+        plan = Plan(
+            nodes={node.name: Place(node.address, ports[node.name], self._gpus_used(node)) for node in nodes},
+            files=[str(path.absolute()) for path in files],
+            interface=interface,
+            scratch=self._site.scratch_folder(job) if self._site.scratch else None,
             port=self._port + 2 + self._config.engine.count,
             cuda=self._config.model.device == "cuda",
             seconds=self._site.preflight,
         )
+        env = self._site.environment({**os.environ, "OMP_NUM_THREADS": "1"}, interface)
+        began = time.monotonic()
+        steps = partial(self._everywhere, "preflight", gpus=self._gpus)
+        reports = check_nodes(self._run_dir / f"preflight-{job}", plan, steps, env)
         print(f"megatron-sao: {len(reports)} nodes passed their checks in {time.monotonic() - began:.0f} s", flush=True)
         return reports
 
@@ -197,7 +197,7 @@ class Job:
         buffer_url = f"http://{head}:{self._port}"
         urls = [f"http://{address[node.name]}:{self._port + 2 + index}" for index, node in enumerate(layout.engines)]
         token = write_endpoint(config, self._run_dir, buffer_url, urls, self._allocation.job)
-        env = self._site.environment(part_environment(buffer_url, token), self._allocation.job, interface)
+        env = self._site.environment(part_environment(buffer_url, token), interface, self._allocation.job)
 
         def part(name: str, node: Node, *command: str, gpus: int = 0) -> SupervisedStep:
             arguments = part_arguments(self._run_dir, *command)

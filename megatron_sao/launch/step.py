@@ -37,7 +37,7 @@ class SupervisedStep(SupervisedProcess):
     def restart(self) -> None:
         """Start again. Tasks whose srun was killed are still there, and hold what the new ones need."""
         with contextlib.suppress(ConfigError):  # it ended meanwhile, or the controller does not answer
-            for line in slurm("squeue", "-h", "-s", "-o", "%i %j").splitlines():
+            for line in slurm("squeue", "-h", "-s", "--me", "-o", "%i %j").splitlines():
                 step, name = line.split(maxsplit=1)
                 if name == self.name and step.partition(".")[0] in self._jobs():
                     slurm("scancel", "--signal=KILL", step)

@@ -16,7 +16,7 @@ import yaml
 
 from megatron_sao.config import ConfigError, RunConfig, parse_config
 from megatron_sao.launch.allocation import Allocation, Node, first_port, lay_out, parse_cpus, parse_gpus
-from megatron_sao.launch.preflight import _problems
+from megatron_sao.launch.preflight import Place, Plan, _problems
 from megatron_sao.launch.site import Site
 from megatron_sao.launch.slurm import note_start
 from megatron_sao.launch.step import SupervisedStep
@@ -123,7 +123,7 @@ def test_containers_get_the_runs_directories_at_the_same_paths():
 
 def test_the_jobs_own_sizes_do_not_reach_its_steps_and_the_users_network_choice_does():
     env = {"SLURM_GPUS_PER_NODE": "8", "SLURM_MEM_PER_NODE_HET_GROUP_1": "5", "SLURM_JOB_ID": "7"}
-    found = Site("python", scratch="/scratch").environment(env | {"NCCL_SOCKET_IFNAME": "ib1"}, "7", "ib0")
+    found = Site("python", scratch="/scratch").environment(env | {"NCCL_SOCKET_IFNAME": "ib1"}, "ib0", "7")
     assert found == {
         "SLURM_JOB_ID": "7", "NCCL_SOCKET_IFNAME": "ib1", "GLOO_SOCKET_IFNAME": "ib0", "TMPDIR": "/scratch/sao-7",
         "TRITON_CACHE_DIR": "/scratch/sao-7/triton", "TORCHINDUCTOR_CACHE_DIR": "/scratch/sao-7/inductor",
@@ -192,6 +192,9 @@ def test_a_step_that_could_not_start_ends_with_sruns_own_words(tmp_path):
     assert step.last_words().endswith("Job/step expired")
 
 
+PLAN = Plan({name: Place("10.0.0.1", [], 0) for name in ("n1", "n2", "n3")}, [], None, None, 1, False, 60.0)
+
+
 def report(**changes) -> dict:
     good = {"problems": [], "done": True, "versions": {"torch": "2.14.1"}, "files": {"/m": "3 files, ab"}}
     return good | changes
@@ -213,18 +216,20 @@ def report(**changes) -> dict:
             {"n1": report(done=False), "n2": report(problems=["no GPU"], done=False)},
             ["node n2: no GPU"],
         ),
-        ({"n1": report(), "n2": report()}, ["node n3 did not report within 60 s (SAO_PREFLIGHT)"]),
+        ({"n1": report(), "n2": report()}, ["node n3 did not report, for which it had 60 s (SAO_PREFLIGHT)"]),
     ],
 )
 def test_the_node_that_fails_its_checks_is_named(tmp_path, reports, expected):
     for name in reports:
-        (tmp_path / name).touch()
-    assert list(_problems(reports, ["n1", "n2", "n3"], tmp_path, {}, 60)) == expected
+        (tmp_path / name).write_text(PLAN.nonce)
+    assert list(_problems(reports, tmp_path, PLAN)) == expected
 
 
 def test_a_node_that_writes_to_another_directory_is_named(tmp_path):
-    (tmp_path / "n1").touch()
-    (problem,) = _problems({"n1": report(), "n2": report()}, ["n1", "n2"], tmp_path, {}, 60)
+    (tmp_path / "n1").write_text(PLAN.nonce)
+    (tmp_path / "n2").write_text("of an earlier check")
+    (tmp_path / "n3").write_text(PLAN.nonce)
+    (problem,) = _problems({name: report() for name in PLAN.nodes}, tmp_path, PLAN)
     assert problem.startswith("node n2") and "must be on a shared file system" in problem
 
 
