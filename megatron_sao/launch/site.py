@@ -71,8 +71,8 @@ class Site:
     def environment(
         self, env: Mapping[str, str], interface: str | None, scratch_of: str | None = None
     ) -> dict[str, str]:
-        """``env`` for the steps of a job whose nodes talk over ``interface`` (None: nothing is known of it); with a job's
-        id, temporary files go to its scratch directories, which must be there."""
+        """``env`` for the steps of a job whose nodes talk over ``interface`` (None: nothing is known of it). With a
+        job's id temporary files go to its scratch directories, which must be there."""
         env = {name: value for name, value in env.items() if not name.startswith(SHAPING)}
         if interface is not None:
             for library in ("NCCL", "GLOO"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from tests.distributed.offline import read_metrics
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import FAKES, Job
 from tests.system.runs import evaluations, read_events, steps_done, write_config
@@ -18,6 +18,7 @@ from tools.make_tiny_model import main as make_tiny_model
 
 pytestmark = pytest.mark.timeout(600)
 
+STEPS = 60  # enough for all that happens meanwhile
 SHAPE = ("--gpus-per-node=2", "--cpus-per-node=4", "--sbatch=--mem=4000 --time=20")
 
 
@@ -62,7 +63,10 @@ def kill(job: Job, word: str) -> None:
 
 
 def test_the_demo_survives_kills_and_a_requeue_and_runs_to_its_end(submit, cluster, tiny: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny, max_staleness=3, steps=40)
+    settings = yaml.safe_load(write_config(tmp_path, tiny, max_staleness=3, steps=STEPS).read_text())
+    settings["eval"]["every"] = STEPS // 2
+    config = tmp_path / "demo.yaml"
+    config.write_text(yaml.safe_dump(settings))
     job = submit(config, "--nodes=1,1,1", SAO_PREFLIGHT="150", SAO_SCRATCH=str(cluster.root / "scratch"))
     job.wait_for(lambda: steps_done(job.run_dir), 300, "first step")
     assert "3 nodes passed their checks" in job.log
@@ -81,23 +85,11 @@ def test_the_demo_survives_kills_and_a_requeue_and_runs_to_its_end(submit, clust
     assert "SLURM_RESTART_COUNT = 1" in job.log
     assert f"training starts at {checkpoint}" in (job.run_dir / "logs" / "trainer.log").read_text()
     assert int(checkpoint.removeprefix("rl-")) > done, "the step in hand was finished and saved"
-    assert steps_done(job.run_dir) == list(range(40)), "no step is left out"
+    assert steps_done(job.run_dir) == list(range(STEPS)), "no step is left out"
     assert all(e["mismatch/mean_abs_logprob_diff"] < 1e-5 for e in evaluations(job.run_dir).values())
     assert (job.run_dir / "hf" / "model.safetensors").is_file()
     assert list((cluster.root / "scratch").iterdir()) == []
     assert job.processes() == []
-
-
-def untimed(run_dir: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """The last metrics of every step but for the clock's."""
-    return {
-        (event["stage"], event["step"]): {
-            name: value
-            for name, value in event.items()
-            if not name.startswith("time") and name not in ("tokens_per_second", "idle_fraction")
-        }
-        for event in read_events(run_dir)
-    }
 
 
 def test_many_requeues_give_the_weights_and_metrics_of_one_job(submit, cluster, tiny: Path, tmp_path: Path) -> None:
@@ -117,12 +109,12 @@ def test_many_requeues_give_the_weights_and_metrics_of_one_job(submit, cluster, 
         )  # fmt: skip
         job.run_dir = tmp_path / name
         for count, step in enumerate(requeue_at, 1):
-            job.wait_for(lambda s=step: len(untimed(job.run_dir)) > s, 120, f"step {step}")
+            job.wait_for(lambda s=step: len(read_events(job.run_dir)) > s, 120, f"step {step}")
             cluster.run("scancel", "--batch", "--signal=USR1", job.id)
             job.wait_for(lambda n=count: f"SLURM_RESTART_COUNT = {n}" in job.log, 120, f"restart {count}")
         assert job.finish(200) == "COMPLETED", job.logs()
         return job.run_dir
 
     whole, cut = run("whole", ()), run("cut", (3, 20))
-    assert untimed(cut) == untimed(whole)
+    assert read_metrics(cut) == read_metrics(whole)
     assert (cut / "hf" / "model.safetensors").read_bytes() == (whole / "hf" / "model.safetensors").read_bytes()
