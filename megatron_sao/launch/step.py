@@ -24,8 +24,7 @@ class SupervisedStep(SupervisedProcess):
 
     def terminate(self) -> None:
         """Ask the tasks to stop: srun passes SIGUSR1 on, where SIGTERM would have it kill them."""
-        if self._process and self._process.poll() is None:
-            self._process.send_signal(signal.SIGUSR1)
+        self.stop_at_checkpoint()
 
     def kill(self) -> None:
         """Have srun kill its tasks, then kill srun."""

@@ -133,10 +133,15 @@ class Supervisor:
         if self._signal is not None:
             self.say(f"stopped by {signal.Signals(self._signal).name}; the same command resumes it")
             return 128 + self._signal
-        if ended is None or (ended is self._parts.trainer and ended.exit_code() == EXIT_STOPPED):
-            self.say("stopped at " + ("a checkpoint" if ended else "its last checkpoint, the trainer being late"))
+        code = ended.exit_code() if ended is self._parts.trainer else None
+        if code == EXIT_STOPPED:
+            self.say("stopped at a checkpoint")
             return EXIT_STOPPED
-        if ended is not self._parts.trainer or ended.exit_code() != 0:
+        if code != 0 and self.stop_requested and ended in (None, self._parts.trainer):
+            why = ended.describe_exit() if ended else "still at work"
+            self.say(f"stopped at the last checkpoint, since the trainer made no other in time ({why})")
+            return EXIT_STOPPED
+        if code != 0:
             self.say(
                 f"{ended.name} died for good ({ended.describe_exit()}, {ended.restarts} restarts); its last words "
                 f"({ended.log}):\n{ended.last_words()}"
@@ -153,7 +158,7 @@ class Supervisor:
                 code = process.exit_code()
                 if code is None:
                     continue
-                if process is self._parts.trainer and code in (0, EXIT_STOPPED):
+                if process is self._parts.trainer and (code in (0, EXIT_STOPPED) or self.stop_requested):
                     return process
                 if process.restarts < process.max_restarts and code != EXIT_CONFIG:
                     self._restart(process)
@@ -181,7 +186,7 @@ class Supervisor:
         if self.stop_requested and self._stop_by is None:
             seconds = self._checkpoint_seconds()
             self.say(f"SIGUSR1: the trainer has {seconds:.0f} s for a checkpoint")
-            self._parts.trainer.terminate()
+            self._parts.trainer.stop_at_checkpoint()
             self._stop_by = time.monotonic() + seconds
         return self._stop_by is not None and time.monotonic() > self._stop_by
 
