@@ -96,7 +96,7 @@ def sbatch(config: RunConfig, run_dir: Path, arguments: argparse.Namespace, comp
         cpus = arguments.cpus_per_node
         command += [":", f"--job-name={config.name}.{index}"] if index else []
         command += [f"--nodes={component.nodes}", "--ntasks-per-node=1", *options]
-        command += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive"]
+        command += [f"--cpus-per-task={cpus}"] if cpus else ["--exclusive", "--mem=0"]
         command += [f"--gpus-per-node={component.gpus}"] if component.gpus else []
     command += [str(SCRIPT), arguments.config, f"--run-dir={run_dir}"]
     command += [part for override in arguments.set for part in ("--set", override)]

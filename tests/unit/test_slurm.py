@@ -139,8 +139,8 @@ def test_the_sbatch_command_has_a_component_per_kind_of_node():
     config = make(**BIG)
     line = sbatch(config, Path("runs/a-run"), submission(sbatch=["--partition=gpu"]), plan(config, None, 8))
     colon = line.index(":")
-    assert {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--partition=gpu"} <= set(line[:colon])
-    assert {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--partition=gpu"} <= set(line[colon:])
+    assert {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0", "--partition=gpu"} <= set(line[:colon])
+    assert {"--nodes=2", "--gpus-per-node=8", "--exclusive", "--mem=0", "--partition=gpu"} <= set(line[colon:])
     assert {"--job-name=a-run", "--dependency=singleton"} <= set(line[:colon])
     assert "--job-name=a-run.1" in line, "components of one name would wait for each other"
     assert line[-4:] == ["c.yaml", "--run-dir=runs/a-run", "--set", "seed=1"]
