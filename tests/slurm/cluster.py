@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import re
 import shutil
 import socket
@@ -50,6 +51,7 @@ MailProg=/bin/true
 KillWait=15
 InactiveLimit=0
 MinJobAge=3600
+FirstJobId={first_job}
 GresTypes=gpu
 PartitionName=test Nodes=n[1-4] Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO
 """
@@ -102,10 +104,11 @@ class Cluster:
 
     def _configure(self) -> None:
         port, *node_ports = _free_ports(1 + len(NODES))
+        first_job = random.randrange(1000, 50_000)  # a job's ports follow from its id, and another cluster may be here
         for device in range(4):  # Slurm wants character devices whose names end with a number
             (self.root / f"gpu{device}").symlink_to("/dev/null")
         (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-3]\n")
-        lines = [CONFIG.format(user=getpass.getuser(), port=port, root=self.root)]
+        lines = [CONFIG.format(user=getpass.getuser(), port=port, root=self.root, first_job=first_job)]
         for number, (node, node_port) in enumerate(zip(NODES, node_ports, strict=True)):
             lines.append(
                 f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.{number + 2} Port={node_port} CPUs={CPUS} "
