@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import ConfigError, RunConfig
+from megatron_sao.config import ConfigError, RunConfig, dump_config
 from megatron_sao.launch.allocation import (
     Allocation,
     Layout,
@@ -71,6 +71,7 @@ def main(config: RunConfig, run_dir: Path, at_limit: Literal["requeue", "end"]) 
     names = " ".join(node.name for node in allocation.nodes)
     print(f"megatron-sao: job {allocation.job}, SLURM_RESTART_COUNT = {allocation.restarts}, on {names}", flush=True)
     with exclusive(run_dir):
+        (run_dir / "config.yaml").write_text(dump_config(config))  # makes it a run's directory, whatever comes next
         if not note_start(run_dir, allocation):
             return 1
         job = Job(config, run_dir, allocation, site, layout)

@@ -104,3 +104,4 @@ def test_a_bad_node_is_named_before_anything_starts(submit):
     assert job.finish(150) == "FAILED"
     assert "node n2: versions differ: torch is 0.0.1 there" in job.log
     assert job.started("trainer") == []
+    assert (job.run_dir / "config.yaml").is_file(), "it can be submitted again"
