@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,12 +20,14 @@ COMMANDS = {
     "plan": "what each rank of a run would hold, and whether it fits, without a GPU",
     "eval": "held-out success of a model",
     "doctor": "whether this machine can run the system",
+    "slurm": "submit a run as a Slurm job over several nodes",
 }
 RUN_COMMANDS = {
     "status": "where a run stands: step, rates, engines, queue, last errors",
     "report": "a run's curves and sample trajectories, as one HTML file",
     "inspect": "trajectories and batches in a run's buffer, in words or exported",
 }
+RESTARTABLE = ("buffer", "rollout", "engine")  # nothing is to be saved when they stop
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,6 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         from megatron_sao.launch.process import die_with_parent
 
         die_with_parent()
+    if arguments.command in RESTARTABLE:  # srun passes SIGUSR1 on, while a SIGTERM makes it kill its tasks
+        signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a user's environment and reward, named by import path
     if arguments.command == "doctor" and arguments.config is None:
@@ -61,10 +66,18 @@ def _call(arguments: argparse.Namespace, config: object) -> int:
 
         return plan.main(config, arguments.gpus, arguments.json)
     run_dir = arguments.run_dir or Path("runs") / config.name
-    if arguments.command == "run":
+    if arguments.command == "run" and arguments.slurm:
+        from megatron_sao.launch import slurm
+
+        result = slurm.main(config, run_dir, arguments.slurm)
+    elif arguments.command == "run":
         from megatron_sao.launch import local
 
         result = local.main(config, run_dir)
+    elif arguments.command == "slurm":
+        from megatron_sao.launch import submit
+
+        result = submit.main(config, run_dir, arguments)
     elif arguments.command == "train":
         from megatron_sao.trainer import main as trainer
 
@@ -114,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name not in ("doctor", "plan"):
             command.add_argument("--run-dir", type=Path, help="where everything is written (default: runs/NAME)")
+    commands["run"].add_argument(
+        "--slurm", nargs="?", choices=("requeue", "end"), const="requeue",
+        help="in the batch script of a Slurm job: on its nodes; after the checkpoint before the time limit, requeue "
+        "the job (default) or end it",
+    )  # fmt: skip
+    _add_slurm_options(commands["slurm"])
     commands["train"].add_argument("--batches", type=Path, help="train on recorded batches, without any other process")
     commands["buffer"].add_argument("--host", help="default: buffer.host")
     commands["buffer"].add_argument("--port", type=int, help="default: buffer.port")
@@ -141,6 +160,26 @@ def _add_run_commands(subparsers: argparse._SubParsersAction) -> None:
     what.add_argument("--trajectory", metavar="ID", help="one trajectory, turn by turn")
     what.add_argument("--batch", metavar="STAGE-STEP", help="the members of a batch, such as rl-12")
     what.add_argument("--export-batches", type=Path, metavar="DIR", help="write all batches, for `train --batches DIR`")
+
+
+def _add_slurm_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--nodes", metavar="T,R[,H]",
+        help="trainer, rollout and head nodes; one number: trainer and engines share them (default: what the config "
+        "needs, the head on the first trainer node)",
+    )  # fmt: skip
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="default: parallel.nproc_per_node, 0 where model.device is cpu"
+    )
+    command.add_argument("--cpus-per-node", type=int, metavar="N", help="default: the nodes' all, exclusively")
+    command.add_argument(
+        "--chain", type=int, metavar="N", help="submit N jobs that follow each other, instead of one requeued"
+    )
+    command.add_argument("--dry-run", action="store_true", help="print the sbatch command instead")
+    command.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTIONS",
+        help='further options of sbatch for every component: --sbatch="--partition=gpu --time=24:00:00"; repeatable',
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

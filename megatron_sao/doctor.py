@@ -27,6 +27,7 @@ from megatron_sao.launch.process import SupervisedProcess
 
 Result = tuple[Literal["ok", "warn", "FAIL"], str]
 ROOT = Path(__file__).parents[1]
+MIN_DRIVER = 580  # CUDA 13
 IMPORT_SECONDS = 600.0  # the first import after an installation compiles some ten thousand files
 
 _ALL_REDUCE = """
@@ -60,7 +61,12 @@ def main(config: RunConfig | None = None, serve: bool = False) -> int:
         ("gloo all-reduce", lambda: check_all_reduce("gloo", 2)),
     ]
     if gpus := len(local.visible_gpus()):
-        checks.append(("NCCL all-reduce", lambda: check_all_reduce("nccl", gpus)))
+        checks += [
+            ("driver", check_driver),
+            ("GPU arithmetic", check_gpu_arithmetic),
+            ("NCCL all-reduce", lambda: check_all_reduce("nccl", gpus)),
+            ("TransformerEngine", check_transformer_engine),
+        ]
     checks.append(("SGLang imports", check_sglang_imports))
     if serve:
         checks.append(("SGLang serves", check_sglang_serves))
@@ -147,6 +153,47 @@ def check_gpu() -> Result:
     if devices:
         return "FAIL", f"device files of {len(devices)} GPUs exist, but torch {torch.__version__} cannot use them"
     return "ok", "none: everything runs on the CPU backend"
+
+
+def check_driver() -> Result:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        version = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        return "warn", f"nvidia-smi does not tell the driver's version: {error}"
+    good = int(version.partition(".")[0]) >= MIN_DRIVER
+    return ("ok" if good else "FAIL"), f"{version}; CUDA 13 needs {MIN_DRIVER} or newer"
+
+
+def check_gpu_arithmetic() -> Result:
+    """A bfloat16 product on every GPU against the CPU's."""
+    import torch
+
+    torch.manual_seed(0)
+    left, right = (torch.randn(512, 512, dtype=torch.bfloat16) for _ in range(2))
+    expected = left.double() @ right.double()
+    for device in range(torch.cuda.device_count()):
+        found = (left.to(device) @ right.to(device)).cpu().double()
+        if (found - expected).abs().max() > 0.01 * expected.abs().max():
+            return "FAIL", f"GPU {device} multiplies wrongly: largest difference {(found - expected).abs().max():.3g}"
+    return "ok", f"bfloat16 products on {torch.cuda.device_count()} GPUs agree with the CPU's"
+
+
+def check_transformer_engine() -> Result:
+    """A layer on the first GPU; only `model.layers: transformer_engine` needs it."""
+    code = (
+        "import torch, transformer_engine.pytorch as te; "
+        "layer = te.LayerNormLinear(64, 64, params_dtype=torch.bfloat16).cuda(); "
+        "assert layer(torch.randn(8, 64, dtype=torch.bfloat16, device='cuda')).isfinite().all()"
+    )
+    command = [sys.executable, "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return "FAIL", f"no answer within {IMPORT_SECONDS:.0f} s"
+    if done.returncode:
+        return "warn", f"layers: transformer_engine cannot be used: {last_line(done.stderr)}"
+    return "ok", f"version {importlib.metadata.version('transformer-engine')}"
 
 
 def check_all_reduce(backend: str, ranks: int) -> Result:

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if TYPE_CHECKING:
     from megatron_sao.models.backend import Backend
 
-LAYERS = ("unit", "distributed", "system")
+LAYERS = ("unit", "distributed", "slurm", "system")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,61 +1,62 @@
 """``megatron-sao run``: buffer, engines, workers and trainer on this machine, supervised until the trainer ends.
 
-Everything that can be checked is checked before the first process starts. Afterwards a process that dies is started
-again a bounded number of times; when the bound is reached, all the others are stopped and its last words are printed.
+Everything that can be checked is checked before the first process starts; ``launch.supervise`` has what comes then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import secrets
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_sao.config import ConfigError, RunConfig, dump_config, load_config
+from megatron_sao.config import ConfigError, RunConfig, load_config
 from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import load_tasks
 from megatron_sao.launch.ports import port_of, reserve_port
-from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks, adopt_orphans, kill_descendants
-from megatron_sao.launch.progress import Progress
+from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks
+from megatron_sao.launch.supervise import (
+    MAX_RESTARTS,
+    MAX_TRAINER_RESTARTS,
+    Parts,
+    Supervisor,
+    part_arguments,
+    part_environment,
+    write_endpoint,
+)
 
-MAX_RESTARTS = 3  # buffer, each engine sidecar, each worker
-MAX_TRAINER_RESTARTS = 2  # it resumes from its checkpoint
-STOP_SECONDS = 8.0  # for everything but the buffer, which goes last
-STOP_BUFFER_SECONDS = 3.0
-POLL_SECONDS = 0.2
 MIN_FREE_BYTES = 10**9
-FINAL_EXITS = (2, 3)  # an unusable config, which would end the same way again, and an alarm, which asks for a person
 OBSERVING = ("logging", "alarms")  # sections that a resumed run may change: they do not touch what is trained
 
 
 def main(config: RunConfig, run_dir: Path) -> int:
-    """Run everything; returns the exit code: 0, 1 when a process died for good, 128 + n when stopped by signal n.
+    """Run everything; returns the supervisor's exit code.
 
     Raises:
         ConfigError: something is missing or taken; nothing was started.
     """
     check_inputs(config)
+    check_one_machine(config)
     check_run_dir(config, run_dir)
     if is_complete(config, run_dir):
         print(f"megatron-sao: the run in {run_dir} is complete; its policy is in {run_dir / 'hf'}")
         return 0
     ports = choose_ports(config)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    with exclusive(run_dir):
-        return Launcher(config, run_dir, ports).run()
+    hosts = [config.buffer.host, *[config.engine.host] * config.engine.count]
+    with exclusive(run_dir), contextlib.ExitStack() as reserved:  # the ports, until the servers on them have ended
+        for host, port in zip(hosts, ports, strict=True):
+            reserved.enter_context(reserve_port(host, port))
+        return Supervisor(config, run_dir, _parts(config, run_dir, ports)).run()
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Raises ConfigError for a missing model directory or data file, for routing replay of a model without experts, and
-    for ranks meant for other machines."""
+    """Raises ConfigError for a missing model directory or data file, and for routing replay of a model without
+    experts."""
     if not config.model.path.is_dir():
         raise ConfigError(f"model.path = {config.model.path} is not a directory; make or download the model first")
     if not (config.model.path / "config.json").is_file():
@@ -73,11 +74,15 @@ def check_inputs(config: RunConfig) -> None:
     if config.sft.steps and config.data.sft is None:
         raise ConfigError(f"sft.steps = {config.sft.steps} needs demonstrations: set data.sft, or sft.steps to 0")
     replayed_routing(config)
+
+
+def check_one_machine(config: RunConfig) -> None:
+    """Raises ConfigError for ranks meant for other machines."""
     parallel = config.parallel
     if parallel.nproc_per_node != parallel.world_size:
         raise ConfigError(
             f"parallel.nproc_per_node = {parallel.nproc_per_node} and world_size = {parallel.world_size}: run starts "
-            "all ranks on this machine, so both must be equal"
+            "all ranks on this machine, so both must be equal; `megatron-sao slurm` starts them on several"
         )
 
 
@@ -167,148 +172,48 @@ def visible_gpus() -> list[str]:
     return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
 
 
-class Launcher:
-    """The processes of one run and what happens to them."""
+def _parts(config: RunConfig, run_dir: Path, ports: list[int]) -> Parts:
+    """The processes of the run, not started yet. ``ports``: the buffer's, then each engine's."""
+    buffer_port, *engine_ports = ports
+    host = "127.0.0.1" if config.buffer.host in ("0.0.0.0", "::") else config.buffer.host
+    buffer_url = f"http://{host}:{buffer_port}"
+    engine_urls = [f"http://{config.engine.host}:{port}" for port in engine_ports]
+    token = write_endpoint(config, run_dir, buffer_url, engine_urls)
+    env = part_environment(buffer_url, token)
 
-    def __init__(self, config: RunConfig, run_dir: Path, ports: list[int]) -> None:
-        self.config = config
-        self.run_dir = run_dir
-        self.progress = Progress(config, run_dir)
-        self.signal: int | None = None
-        self.token = secrets.token_urlsafe(32)
-        self.buffer_port, *self.engine_ports = ports
-        hosts = [config.buffer.host, *[config.engine.host] * config.engine.count]
-        self._reserved = [reserve_port(host, port) for host, port in zip(hosts, ports, strict=True)]  # while this lives
-        host = "127.0.0.1" if config.buffer.host in ("0.0.0.0", "::") else config.buffer.host
-        self.buffer_url = f"http://{host}:{self.buffer_port}"
-        self.buffer, self.trainer, *others = self._processes()
-        self.processes = [self.buffer, self.trainer, *others]
+    def part(name: str, *command: str, extra: dict[str, str] | None = None) -> SupervisedProcess:
+        argv = [sys.executable, *part_arguments(run_dir, *command)]
+        return SupervisedProcess(name, argv, env | (extra or {}), run_dir / "logs", MAX_RESTARTS)
 
-    def run(self) -> int:
-        """Start, supervise, stop; returns the exit code."""
-        self._write_endpoint()
-        adopt_orphans()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-        failed = None
-        try:
-            for process in self.processes:
-                process.start()
-            failed = self._supervise()
-        finally:
-            self._stop()
-            self.progress.close()
-        if self.signal is not None:
-            self._say(f"stopped by {signal.Signals(self.signal).name}; the same command resumes it")
-            return 128 + self.signal
-        if failed is not None:
-            self._say(
-                f"{failed.name} died for good ({failed.describe_exit()}, {failed.restarts} restarts); its last words "
-                f"({failed.log}):\n{failed.last_words()}"
-            )
-            return 1
-        print(self.progress.summary({process.name: process.restarts for process in self.processes}), flush=True)
-        return 0
+    trainer_gpus, *engine_gpus = gpu_shares(config)
+    engines = [
+        part(f"engine-{index}", "engine", "--index", str(index), "--port", str(port), extra=engine_gpus[index])
+        for index, port in enumerate(engine_ports)
+    ]
+    workers = [
+        part(f"worker-{index}", "rollout", "--worker-id", f"worker-{index}") for index in range(config.rollout.workers)
+    ]
+    buffer = part("buffer", "buffer", "--host", config.buffer.host, "--port", str(buffer_port))
+    return Parts(buffer, _trainer(config, run_dir, env | trainer_gpus), engines, workers)
 
-    def _supervise(self) -> SupervisedProcess | None:
-        """Watch until the trainer succeeds (None), a signal comes (None) or a process dies for good (that process)."""
-        while self.signal is None:
-            for process in self.processes:
-                code = process.exit_code()
-                if code is None:
-                    continue
-                if process is self.trainer and code == 0:
-                    return None
-                if process.restarts >= process.max_restarts or code in FINAL_EXITS:
-                    return process
-                kill_descendants(spare={other.pid for other in self.processes if other.pid})
-                ended = process.describe_exit()
-                process.restart()
-                self._say(f"{process.name} ended ({ended}); restart {process.restarts} of {process.max_restarts}")
-            self.progress.update()
-            time.sleep(POLL_SECONDS)
-        return None
 
-    def _stop(self) -> None:
-        """Stop everything within STOP_SECONDS + STOP_BUFFER_SECONDS; the buffer last, since the others talk to it."""
-        for processes, seconds in ((self.processes[1:], STOP_SECONDS), (self.processes[:1], STOP_BUFFER_SECONDS)):
-            for process in processes:
-                process.terminate()
-            deadline = time.monotonic() + seconds
-            for process in processes:
-                process.wait(deadline)
-            for process in processes:
-                process.kill()
-        kill_descendants()
+def _trainer(config: RunConfig, run_dir: Path, env: dict[str, str]) -> SupervisedProcess:
+    ranks, arguments = config.parallel.world_size, part_arguments(run_dir, "train")
+    if ranks > 1:
+        return SupervisedRanks("trainer", ranks, arguments, env, run_dir / "logs", MAX_TRAINER_RESTARTS)
+    # the variables torchrun would set, without the seconds it takes to start
+    env = env | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    # port 0: whichever is free when it is opened, since nobody else has to find it
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    return SupervisedProcess("trainer", [sys.executable, *arguments], env, run_dir / "logs", MAX_TRAINER_RESTARTS)
 
-    def _on_signal(self, number: int, _frame: object) -> None:
-        self.signal = number
 
-    def _say(self, message: str) -> None:
-        self.progress.note(f"megatron-sao: {message}")
-        with (self.run_dir / "logs" / "launcher.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message.replace('\n', '\\n')}\n")
-
-    def _write_endpoint(self) -> None:
-        (self.run_dir / "config.yaml").write_text(dump_config(self.config))
-        token = self.run_dir / "token"
-        token.touch(mode=0o600)
-        token.write_text(self.token)
-        engines = [f"http://{self.config.engine.host}:{port}" for port in self.engine_ports]
-        endpoint = {"pid": os.getpid(), "buffer": self.buffer_url, "engines": engines}
-        (self.run_dir / "endpoint.json").write_text(json.dumps(endpoint, indent=2) + "\n")
-
-    def _processes(self) -> list[SupervisedProcess]:
-        """Buffer, trainer, engines, workers, not started yet."""
-        config, parallel = self.config, self.config.parallel
-        gpus = iter(self._gpu_shares([parallel.world_size, *[config.engine.tp] * config.engine.count]))
-        buffer = ["buffer", "--host", config.buffer.host, "--port", str(self.buffer_port)]
-        processes = [self._process("buffer", buffer, {}), self._trainer(next(gpus))]
-        for index, port in enumerate(self.engine_ports):
-            command = ["engine", "--index", str(index), "--port", str(port)]
-            processes.append(self._process(f"engine-{index}", command, next(gpus)))
-        for index in range(config.rollout.workers):
-            name = f"worker-{index}"
-            processes.append(self._process(name, ["rollout", "--worker-id", name], {}))
-        return processes
-
-    def _trainer(self, env: dict[str, str]) -> SupervisedProcess:
-        ranks = self.config.parallel.world_size
-        if ranks == 1:  # the variables torchrun would set, without the seconds it takes to start
-            # port 0: whichever is free when it is opened, since nobody else has to find it
-            master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-            rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            return self._process("trainer", ["train"], env | master | rank, MAX_TRAINER_RESTARTS)
-        return self._process("trainer", ["train"], env, MAX_TRAINER_RESTARTS, ranks)
-
-    def _process(
-        self,
-        name: str,
-        command: list[str],
-        env: dict[str, str],
-        max_restarts: int = MAX_RESTARTS,
-        ranks: int = 1,
-    ) -> SupervisedProcess:
-        subcommand, *options = command
-        arguments = [subcommand, str(self.run_dir / "config.yaml"), "--run-dir", str(self.run_dir), *options]
-        argv = ["-m", "megatron_sao.cli", *arguments]
-        common = {
-            **os.environ,
-            "MEGATRON_SAO_TOKEN": self.token,
-            "MEGATRON_SAO_BUFFER": self.buffer_url,
-            "PYTHONUNBUFFERED": "1",
-        }
-        # Many processes share the cores; without a bound each takes all of them, and gloo ranks wait for each other.
-        common.setdefault("OMP_NUM_THREADS", "1")
-        logs = self.run_dir / "logs"
-        if ranks > 1:
-            return SupervisedRanks(name, ranks, argv, common | env, logs, max_restarts)
-        return SupervisedProcess(name, [sys.executable, *argv], common | env, logs, max_restarts)
-
-    def _gpu_shares(self, needs: list[int]) -> list[dict[str, str]]:
-        """One environment per need, giving each its own devices; all devices to everyone where there are too few."""
-        gpus = visible_gpus()
-        if self.config.model.device == "cpu" or sum(needs) > len(gpus):
-            return [{} for _ in needs]
-        pool = iter(gpus)
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(next(pool) for _ in range(need))} for need in needs]
+def gpu_shares(config: RunConfig) -> list[dict[str, str]]:
+    """The environment that gives the trainer, then each engine, devices of its own; all devices to everyone where there
+    are too few."""
+    needs = [config.parallel.world_size, *[config.engine.tp] * config.engine.count]
+    gpus = visible_gpus()
+    if config.model.device == "cpu" or sum(needs) > len(gpus):
+        return [{} for _ in needs]
+    pool = iter(gpus)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(next(pool) for _ in range(need))} for need in needs]

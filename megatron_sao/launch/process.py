@@ -21,6 +21,10 @@ from pathlib import Path
 
 import psutil
 
+EXIT_CONFIG = 2  # a part that ends with it would end the same way again
+EXIT_ALARM = 3  # the trainer after an alarm; starting it again is a person's decision
+EXIT_STOPPED = 75  # the trainer after a signal: checkpointed at a step boundary, to be started again
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -132,6 +136,11 @@ class SupervisedProcess:
         if self._process and self._process.poll() is None:
             self._process.terminate()
 
+    def stop_at_checkpoint(self) -> None:
+        """Ask a trainer to end at its next step boundary, with a checkpoint."""
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
     def wait(self, deadline: float) -> bool:
         """Whether it has exited, waiting until ``deadline`` on ``time.monotonic``'s clock."""
         if self._process is None:
@@ -184,6 +193,14 @@ class SupervisedRanks(SupervisedProcess):
         apart = ["--tee=3", f"--log-dir={log_dir / 'ranks'}"]  # also marks each rank's lines in the common log
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *apart]
         super().__init__(name, [sys.executable, *torchrun, *argv], env, log_dir, max_restarts)
+
+    def stop_at_checkpoint(self) -> None:
+        """Ask the ranks themselves: torchrun would give them half a minute."""
+        if self._process and self._process.poll() is None:
+            for rank in _children(psutil.Process(self._process.pid)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if rank.ppid() == self._process.pid:
+                        rank.send_signal(signal.SIGUSR1)
 
     def exit_code(self) -> int | None:
         code, failure = super().exit_code(), self._first_failure()

@@ -15,14 +15,16 @@ import torch
 
 from megatron_sao.config import Alarm, AlarmsConfig
 from megatron_sao.distributed import broadcast_json
+from megatron_sao.launch.process import EXIT_ALARM
+from megatron_sao.trainer.stop import Stopped
 
 log = logging.getLogger(__name__)
 
-EXIT_ALARM = 3  # of a trainer that an alarm stopped; starting it again is a person's decision
 
-
-class AlarmStop(RuntimeError):
+class AlarmStop(Stopped):
     """An alarm whose action is ``stop`` went off; the message names quantity, value, limit and field."""
+
+    exit_code = EXIT_ALARM
 
 
 class Alarms:
@@ -67,7 +69,7 @@ class Alarms:
                 stop = stop or sentence
         stop = broadcast_json(stop, self._device)
         if stop is not None:
-            raise AlarmStop(stop)
+            raise AlarmStop(f"stopped by an alarm: {stop}")
 
     def _nonfinite(self, metrics: dict[str, float | int | str]) -> Iterator[tuple[str, str]]:
         names = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]

@@ -14,7 +14,7 @@ from megatron_sao.data.trajectory import Trajectory, parse_version
 from megatron_sao.logs import at_step
 from megatron_sao.models.hf import HFModel
 from megatron_sao.trainer.advantages import fill_critic_advantages, fill_outcome_advantages, outcome_advantages
-from megatron_sao.trainer.alarms import Alarms, AlarmStop
+from megatron_sao.trainer.alarms import Alarms
 from megatron_sao.trainer.checkpoint import Checkpoints, Position
 from megatron_sao.trainer.critic import Critic
 from megatron_sao.trainer.evaluation import evaluate
@@ -25,6 +25,7 @@ from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.rollout_metrics import rollout_metrics
 from megatron_sao.trainer.samples import SampleWriter
 from megatron_sao.trainer.source import BatchSource, Demonstrations, check_routing, check_sampling, permute_rewards
+from megatron_sao.trainer.stop import Stopped, StopSignal
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter, save_hf
@@ -42,6 +43,7 @@ class Stage:
     metrics: MetricsWriter
     samples: SampleWriter
     alarms: Alarms
+    stop: StopSignal
     exporter: HFExporter
     run_dir: Path
     policy: Policy
@@ -83,17 +85,23 @@ class Stage:
             self.source.commit(oldest.stage, oldest.step)
 
     @contextmanager
-    def checkpoint_on_alarm(self, stage: str, step: int) -> Iterator[None]:
-        """When an alarm ends the run inside, leave a checkpoint from which it goes on at ``step``."""
+    def checkpoint_on_stop(self, stage: str, step: int) -> Iterator[None]:
+        """When the run is stopped inside, leave a checkpoint from which it goes on at ``step``."""
         try:
             yield
-        except AlarmStop as alarm:
+        except Stopped as stopped:
             position = Position.of(stage, step)
             self.finish_save(wait=True)
-            if self.checkpoints.newest != position:
+            if step > 0 and self.checkpoints.newest != position:  # before its first step a stage is as it was started
                 self.save(stage, step)
                 self.finish_save(wait=True)
-            raise AlarmStop(f"stopped by an alarm: {alarm}; the same command resumes from {position}") from None
+            raise type(stopped)(f"{stopped}; the same command resumes from {position}") from None
+
+    def stop_if_asked(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """Between two steps: judge the metrics of the last one and heed a signal. Raises Stopped."""
+        with self.checkpoint_on_stop(stage, step):
+            self.alarms.check(metrics)
+            self.stop.check(stage, step)
 
     def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
         models = {"policy": self.policy.trainable.chunks}
@@ -117,8 +125,7 @@ def run_sft(stage: Stage, demonstrations: Demonstrations, first_step: int) -> No
         stage.metrics.write("sft", step, metrics | watch.metrics() | {"progress/steps": settings.steps})
         if (step + 1) % stage.config.checkpoint.save_interval == 0 and step + 1 < settings.steps:
             stage.save("sft", step + 1)
-        with stage.checkpoint_on_alarm("sft", step + 1):
-            stage.alarms.check(metrics)
+        stage.stop_if_asked("sft", step + 1, metrics)
     stage.save_for_next_stage("value")
 
 
@@ -129,7 +136,7 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
         at_step("value", step)
         stage.finish_save(wait=False)
         watch = Stopwatch()
-        with stage.checkpoint_on_alarm("value", step):
+        with stage.checkpoint_on_stop("value", step):
             trajectories = stage.source.batch("value", step, settings.batch_size, policy_version=0)
         watch.lap("wait")
         batch = stage.microbatches(trajectories)
@@ -142,8 +149,7 @@ def run_value(stage: Stage, steps: int, first_step: int) -> None:
         stage.metrics.write("value", step, metrics | watch.metrics() | {"progress/steps": steps})
         if (step + 1) % config.checkpoint.save_interval == 0 and step + 1 < steps:
             stage.save("value", step + 1)
-        with stage.checkpoint_on_alarm("value", step + 1):
-            stage.alarms.check(metrics)
+        stage.stop_if_asked("value", step + 1, metrics)
     stage.save_for_next_stage("rl")
     if stage.fleet is not None:
         stage.fleet.close()
@@ -163,7 +169,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         if config.algorithm.reset_policy_optimizer_on_sync and step > 0 and step % settings.sync_interval == 0:
             # Here and not after the push: a checkpoint cannot hold an Adam that has never stepped.
             stage.policy.trainable.reset_optimizer()
-        with stage.checkpoint_on_alarm("rl", step):
+        with stage.checkpoint_on_stop("rl", step):
             trajectories = stage.source.batch("rl", step, settings.batch_size, policy_version=step)
         watch.lap("wait")
         remember_pushed(stage)
@@ -181,8 +187,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
             save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
         if (step + 1) % config.checkpoint.save_interval == 0 or last:
             stage.save("rl", step + 1)
-        with stage.checkpoint_on_alarm("rl", step + 1):
-            stage.alarms.check(metrics)
+        stage.stop_if_asked("rl", step + 1, metrics)
     stage.finish_save(wait=True)
     if stage.fleet is not None:
         stage.fleet.close()

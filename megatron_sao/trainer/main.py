@@ -20,7 +20,7 @@ from megatron_sao.logs import start_logging
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.trainer.alarms import EXIT_ALARM, Alarms, AlarmStop
+from megatron_sao.trainer.alarms import Alarms
 from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position, policy_checkpoint
 from megatron_sao.trainer.critic import Critic, freeze_critic
 from megatron_sao.trainer.fleet import EngineFleet
@@ -30,6 +30,7 @@ from megatron_sao.trainer.policy import Policy
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.trainer.samples import SampleWriter
 from megatron_sao.trainer.source import Demonstrations, LiveSource, RecordedSource
+from megatron_sao.trainer.stop import Stopped, StopSignal
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter
@@ -46,17 +47,20 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> int:
         batches_dir: recorded batches to train on instead of the buffer's; needs no other process.
 
     Returns:
-        The exit code: 0, or EXIT_ALARM when an alarm stopped the run.
+        The exit code: 0, or that of the Stopped that ended the run before its last step.
     """
     start_logging(f"rank {os.environ.get('RANK', 0)}")
     backend = start_runtime(config.model, config.parallel, config.seed, config.deterministic)
+    run = Run(config, run_dir, batches_dir, backend)
+    run.stop.listen()
+    code = 0
     try:
-        Run(config, run_dir, batches_dir, backend).run()
-    except AlarmStop as alarm:
-        log.error("%s", alarm)
-        return EXIT_ALARM
+        run.run()
+    except Stopped as stopped:
+        log.warning("%s", stopped)
+        code = stopped.exit_code
     stop_runtime()  # not after an error: closed connections would make the other ranks fail before this one has
-    return 0
+    return code
 
 
 class Run:
@@ -77,6 +81,7 @@ class Run:
         self.metrics = MetricsWriter(run_dir if self.world.is_leader else None, config)
         self.samples = SampleWriter(run_dir, config.logging)
         self.alarms = Alarms(config.alarms, backend.device)
+        self.stop = StopSignal(backend.device, config.rl.sync_interval)
         if (reason := self.checkpoints.fallback) is not None:
             self.metrics.write(
                 newest.stage, newest.step, {"checkpoint/fallback": 1, "checkpoint/fallback_reason": reason}
@@ -201,8 +206,8 @@ class Run:
         if newest is not None:
             baseline.load_state_dict(self.checkpoints.extra(newest)["running_mean"])
         stage = Stage(
-            self.config, self.model, self.world, self.checkpoints, self.metrics, self.samples, self.alarms, exporter,
-            self.run_dir, policy, baseline, critic,
+            self.config, self.model, self.world, self.checkpoints, self.metrics, self.samples, self.alarms, self.stop,
+            exporter, self.run_dir, policy, baseline, critic,
         )  # fmt: skip
         if policy_version is not None:
             self._attach_source(stage, policy_version)
@@ -219,7 +224,7 @@ class Run:
         stage.fleet = EngineFleet(
             self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
         )
-        stage.source = LiveSource(self.client, stage.fleet, self.world, self.alarms)
+        stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop, self.alarms)
 
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:

@@ -17,12 +17,15 @@ from megatron_sao.models.backend import Backend, start_backend
 def start_runtime(model: ModelConfig, parallel: ParallelConfig, seed: int, deterministic: bool) -> Backend:
     """Join the trainer's world and set up Megatron's process groups.
 
-    Ranks come from the environment as torchrun and Slurm set it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT); without it this process is a world of one.
+    Ranks come from the environment as torchrun sets it (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); in a
+    Slurm step that has WORLD_SIZE set the rank is the task's number. Without any this process is a world of one.
 
     Raises:
         ConfigError: the world that was started is not the one the config describes.
     """
+    if "WORLD_SIZE" in os.environ and "SLURM_PROCID" in os.environ:
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        os.environ.setdefault("LOCAL_RANK", os.environ["SLURM_LOCALID"])
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = "0"  # whichever is free when it is opened: nobody else has to find it

@@ -21,6 +21,7 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.distributed import broadcast_json
 from megatron_sao.trainer.alarms import Alarms
 from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.stop import StopSignal
 from megatron_sao.trainer.world import World
 
 POLL_SECONDS = 2.0  # how long the buffer may hold an answer back before the engines are looked after again
@@ -118,11 +119,13 @@ class LiveSource:
     Args:
         client: rank 0 asks for the batch; every rank fetches the trajectories.
         fleet: the engines to look after.
-        alarms: go off when a batch does not come.
+        stop, alarms: heeded while a batch does not come.
     """
 
-    def __init__(self, client: BufferClient, fleet: EngineFleet, world: World, alarms: Alarms) -> None:
-        self._client, self._fleet, self._world, self._alarms = client, fleet, world, alarms
+    def __init__(
+        self, client: BufferClient, fleet: EngineFleet, world: World, stop: StopSignal, alarms: Alarms
+    ) -> None:
+        self._client, self._fleet, self._world, self._stop, self._alarms = client, fleet, world, stop, alarms
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="fetch")
 
     @property
@@ -134,7 +137,13 @@ class LiveSource:
             entries = self._client.batch(stage, step, self._fleet.incarnation, size, policy_version, wait=POLL_SECONDS)
             return None if entries is None else [entry.id for entry in entries]
 
-        return self._wait(ready, policy_version, self._alarms.waiting())
+        no_data = self._alarms.waiting()
+
+        def still_waiting() -> None:
+            no_data()
+            self._stop.check(stage, step)
+
+        return self._wait(ready, policy_version, still_waiting)
 
     def evaluate(self, stage: str, step: int, num_prompts: int) -> list[Trajectory]:
         incarnation = self._fleet.incarnation

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.checkpoint import CheckpointError
 from megatron_sao.trainer.loop import run_rl
 from megatron_sao.trainer.main import Run
+from megatron_sao.trainer.stop import Stopped
 from megatron_sao.weights.load import HFTensors
 from tests.distributed.offline import RL_STEPS, VALUE_STEPS, offline_config, read_metrics
 
@@ -45,6 +48,36 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     expected, resumed = read_metrics(finished), read_metrics(tmp_path)
     assert set(resumed) == {("rl", 2), ("rl", 3)}
     assert all(resumed[key] == expected[key] for key in resumed)
+    for name, tensor in weights(finished).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+
+
+def test_a_run_that_a_signal_stops_after_every_step_ends_bit_identically(
+    world: Backend, glm4_moe: Path, batches: Path, finished: Path, tmp_path: Path
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    stops = []
+    try:
+        while len(stops) < 2 * (VALUE_STEPS + RL_STEPS):
+            run = Run(offline_config(glm4_moe), tmp_path, batches, world)
+            run.stop.listen()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            try:
+                run.run()
+            except Stopped as stopped:
+                stops.append(str(stopped))
+            else:
+                break
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    stages = {"value": VALUE_STEPS, "rl": RL_STEPS}
+    assert stops == [
+        f"stopped by SIGUSR1; the run goes on at {stage}-{step + 1}"
+        for stage in stages
+        for step in range(stages[stage])
+    ]
+    assert read_metrics(tmp_path) == read_metrics(finished)
     for name, tensor in weights(finished).items():
         assert torch.equal(tensor, weights(tmp_path)[name]), name
 

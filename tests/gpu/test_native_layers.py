@@ -85,3 +85,9 @@ def test_log_probabilities_and_their_gradients_on_cuda_equal_float64s(dtype, tol
     for leaf, reference in zip(leaves, exact, strict=True):
         difference = (leaf.grad.double() - reference.grad).norm() / reference.grad.norm()
         assert difference <= tolerance
+
+
+def test_doctor_finds_the_arithmetic_of_every_gpu_right() -> None:
+    from megatron_sao.doctor import check_gpu_arithmetic
+
+    assert check_gpu_arithmetic()[0] == "ok"

@@ -150,6 +150,18 @@ def test_a_signal_stops_everything_within_15_seconds_even_what_ignores_it(launch
     assert run.alive() == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigusr1_ends_the_run_when_the_trainer_has_its_checkpoint(launch, ranks):
+    run = launch({"trainer": "stoppable"}, world_size=ranks, nproc_per_node=ranks)
+    run.wait_for(buffer=1, engine=1, worker=1, trainer=ranks)
+    run.process.send_signal(signal.SIGUSR1)
+    code, errors = run.finish()
+    assert code == 75, errors
+    assert "stopped at a checkpoint" in errors
+    assert len(run.started("trainer")) == ranks, "it is not started again"
+    assert run.alive() == []
+
+
 def test_a_run_directory_in_use_or_with_other_settings_is_refused(launch):
     first = launch({})
     first.wait_for(trainer=1, worker=1)

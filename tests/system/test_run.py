@@ -13,15 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from tests.system.runs import evaluations, read_events, steps_done
+from tests.system.runs import EVAL_PROMPTS, STEPS, evaluations, read_events, steps_done, write_config
 from tools.make_tiny_model import main as make_tiny_model
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
-
-STEPS = 6
-EVAL_PROMPTS = 96
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +25,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model and data."""
     path = tmp_path_factory.mktemp("demo") / "tiny"
     make_tiny_model(["--out", str(path)])
-    return path
-
-
-def write_config(directory: Path, tiny: Path, routing_replay: bool = False, **rl: Any) -> Path:
-    """The demo's config, cut down to seconds: no cold start, a few small steps."""
-    demo = Path(__file__).parents[2] / "model_configs" / "tiny_glm4_moe.yaml"
-    config = yaml.safe_load(demo.read_text())
-    config["model"]["path"] = str(tiny)
-    config["data"] = {name: str(tiny / f"{name}.jsonl") for name in ("train", "eval", "sft")}
-    config["sft"]["steps"] = 2
-    config["value"] |= {"steps": 1, "batch_size": 16}
-    config["algorithm"]["routing_replay"] = routing_replay
-    config["rl"] |= {"steps": STEPS, "batch_size": 16} | rl
-    config["eval"] |= {"prompts": EVAL_PROMPTS, "every": 3}
-    config["checkpoint"] = {"save_interval": 2, "keep": 2}
-    path = directory / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
     return path
 
 

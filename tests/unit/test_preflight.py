@@ -52,7 +52,9 @@ def test_a_complete_config_passes_and_gets_distinct_ports(config, tmp_path):
 )
 def test_what_is_missing_is_named(config, tmp_path, sections, message):
     with pytest.raises(ConfigError, match=message):
-        local.check_inputs(make(tmp_path, **sections))
+        given = make(tmp_path, **sections)
+        local.check_inputs(given)
+        local.check_one_machine(given)
 
 
 def test_a_model_directory_without_config_json_is_named(config, tmp_path):
@@ -131,10 +133,13 @@ def test_a_config_error_is_one_sentence_and_exit_code_2(tmp_path, capsys):
 
 
 def test_gpus_are_divided_where_there_are_enough_and_shared_otherwise(tmp_path, config, monkeypatch):
-    launcher = local.Launcher(config, tmp_path, [1, 2])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert launcher._gpu_shares([2, 1]) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6"}]
-    assert launcher._gpu_shares([2, 2]) == [{}, {}]
+    two_ranks = {"world_size": 2, "nproc_per_node": 2}
+    model = {"path": tmp_path / "model", "device": "cuda"}
+    config = make(tmp_path, model=model, parallel=two_ranks)
+    assert local.gpu_shares(config) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6"}]
+    config = make(tmp_path, model=model, parallel=two_ranks, engine={"tp": 2})
+    assert local.gpu_shares(config) == [{}, {}]
 
 
 def test_last_words_are_those_of_the_last_start(tmp_path):

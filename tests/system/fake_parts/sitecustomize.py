@@ -1,6 +1,7 @@
 """On PYTHONPATH this replaces the parts that the launcher starts by stand-ins; the command line stays the real one.
 
-FAKE_<PART> holds the words that say what the part does, FAKE_PIDS is a folder that gets a file per process.
+FAKE_<PART> holds the words that say what the part does, FAKE_PIDS is a folder that gets a file per process, and
+FAKE_PACKAGES names the packages to replace (default: all). On the node FAKE_BAD_NODE another torch seems installed.
 """
 
 import os
@@ -29,6 +30,9 @@ def part(name: str):
                 from megatron_sao.config import ConfigError
 
                 raise ConfigError(f"the {name} cannot run this")
+            elif word == "stoppable":
+                for number in (signal.SIGUSR1, signal.SIGTERM):
+                    signal.signal(number, lambda *_: os._exit(75))
             elif word == "succeed":
                 time.sleep(1)
                 return 0
@@ -38,12 +42,20 @@ def part(name: str):
     return types.SimpleNamespace(main=main)
 
 
+if os.environ.get("FAKE_BAD_NODE", "none") == os.environ.get("SLURMD_NODENAME"):
+    import importlib.metadata
+
+    installed = importlib.metadata.version
+    importlib.metadata.version = lambda package: "0.0.1" if package == "torch" else installed(package)
+
 if "FAKE_PIDS" in os.environ:
-    for package, modules in {
+    packages = {
         "buffer": {"server": "buffer"},
         "rollout": {"worker": "worker", "engine": "engine"},
         "trainer": {"main": "trainer"},
-    }.items():
+    }
+    for package in os.environ.get("FAKE_PACKAGES", "buffer rollout trainer").split():
+        modules = packages[package]
         stand_in = types.ModuleType(f"megatron_sao.{package}")
         for module, name in modules.items():
             setattr(stand_in, module, part(name))
