@@ -20,7 +20,7 @@ from megatron_sao.logs import start_logging
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.trainer.alarms import Alarms
+from megatron_sao.trainer.alarms import Alarms, AlarmStop
 from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position, policy_checkpoint
 from megatron_sao.trainer.critic import Critic, freeze_critic
 from megatron_sao.trainer.fleet import EngineFleet
@@ -57,7 +57,7 @@ def main(config: RunConfig, run_dir: Path, batches_dir: Path | None) -> int:
     try:
         run.run()
     except Stopped as stopped:
-        log.warning("%s", stopped)
+        log.log(logging.ERROR if isinstance(stopped, AlarmStop) else logging.INFO, "%s", stopped)
         code = stopped.exit_code
     stop_runtime()  # not after an error: closed connections would make the other ranks fail before this one has
     return code

@@ -53,7 +53,7 @@ def test_a_quantity_beyond_its_limit_stops_the_run_and_one_at_the_limit_does_not
 ) -> None:
     with pytest.raises(AlarmStop) as caught:
         alarms(world, **{field: {"limit": limit, "action": "stop"}}).check(metrics)
-    assert str(caught.value) == sentence
+    assert str(caught.value) == f"stopped by an alarm: {sentence}"
     inside = {
         "train/entropy": 0.1,
         "dis/accepted_fraction": 0.75,
@@ -136,7 +136,9 @@ def test_a_run_without_data_stops_with_a_checkpoint_at_the_step_that_waited(
     run = Run(config, tmp_path, batches, world)
     stage = run._rl_stage(0)
     run_rl(stage, 1, 0)
-    stage.source = LiveSource(NoBatch(), NoEngines(), World.current(world.device, config.parallel), run.alarms)
+    stage.source = LiveSource(
+        NoBatch(), NoEngines(), World.current(world.device, config.parallel), run.stop, run.alarms
+    )
     with pytest.raises(AlarmStop, match=r"stopped by an alarm: no batch for .* resumes from rl-1"):
         run_rl(stage, 2, 1)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "rl-1\n"
