@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -116,7 +116,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """All transfers, in model order for each source. ``sources`` always has rank 0 in it."""
+    """All transfers, in model order for each source."""
 
     layout: Layout
     sources: tuple[int, ...]
@@ -149,6 +149,16 @@ def shard_slices(weight: Weight, shard: int, shards: int) -> list[Slice]:
     return out
 
 
+def shard_shape(weight: Weight, shards: int) -> tuple[int, ...]:
+    """The shape of one of ``shards`` shards of ``weight`` as Megatron holds it, vocabulary padding included."""
+    if weight.entry.kind == "replicated":
+        return weight.shapes[0]
+    dim = 1 if weight.entry.kind == "row" else 0
+    shape = list(weight.shapes[0])
+    shape[dim] = sum(-(-full[dim] // shards) for full in weight.shapes)
+    return tuple(shape)
+
+
 def place(weight: Weight, shard: torch.Tensor, index: int, shards: int, out: Sequence[torch.Tensor]) -> None:
     """Copy shard ``index`` of ``shards``, as Megatron holds it, to where it belongs in the HF tensors ``out``."""
     slices = shard_slices(weight, index, shards)
@@ -168,24 +178,31 @@ def _pieces(weight: Weight, shard: torch.Tensor, slices: list[Slice]) -> Sequenc
     return (shard[: rows[0]] if weight.entry.kind == "vocab" else shard,)
 
 
-def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sources_per_stage: int = 1) -> Plan:
-    """Decide who gathers and sends what.
-
-    Every weight is sent by one source. Sources are spread evenly over the ranks of each pipeline stage and share its
-    weights by bytes; a layer's experts stay with one of them, in order, so that it can compute the checksum of the
-    tensor into which an engine fuses them. Each shard is given by one of its replicas: the source's own
-    tensor-parallel group where that has it, else the one that has given least so far.
+def spread_sources(layout: Layout, per_stage: int) -> tuple[int, ...]:
+    """Source ranks, ``per_stage`` of them evenly spread over the ranks of each pipeline stage; rank 0 is one.
 
     Raises:
-        ConfigError: the ranks of a stage cannot be divided into so many sources, or a tensor into so many shards.
+        ConfigError: the ranks of a stage cannot be divided into so many.
     """
-    if not 1 <= sources_per_stage <= layout.stage_size or layout.stage_size % sources_per_stage:
+    if not 1 <= per_stage <= layout.stage_size or layout.stage_size % per_stage:
         raise ConfigError(
-            f"weights.sources_per_stage = {sources_per_stage} does not divide the {layout.stage_size} ranks of a "
-            "pipeline stage; choose a divisor"
+            f"weights.sources_per_stage = {per_stage} does not divide the {layout.stage_size} ranks of a pipeline "
+            "stage; choose a divisor"
         )
-    stride = layout.stage_size // sources_per_stage
-    sources = tuple(range(0, layout.world_size, stride))
+    return tuple(range(0, layout.world_size, layout.stage_size // per_stage))
+
+
+def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sources: tuple[int, ...]) -> Plan:
+    """Decide who gathers and sends what.
+
+    Every weight is sent by one source: one of its own pipeline stage where there is any, the one with the fewest bytes
+    so far. A layer's experts stay together, in order, so that their source can compute the checksum of the tensor
+    into which an engine fuses them. Each shard is given by one of its replicas: the one that the source is part of,
+    else the one that has given least.
+
+    Raises:
+        ConfigError: a tensor cannot be divided as the layout says.
+    """
     owners: dict[str, int] = {}
     load: dict[int, int] = dict.fromkeys(sources, 0)
     filling: dict[int, tuple[int, int]] = dict.fromkeys(sources, (0, 0))  # number and bytes of the open bucket
@@ -195,9 +212,9 @@ def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sou
         _check_divisible(weight, layout)
         unit = _unit(weight.entry)
         if unit not in owners:
-            first = {stage * layout.stage_size for stage in layout.stages(weight.entry)}
-            candidates = [source for start in first for source in range(start, start + layout.stage_size, stride)]
-            owners[unit] = min(candidates, key=lambda source: (load[source], source))
+            stages = layout.stages(weight.entry)
+            near = [source for source in sources if source // layout.stage_size in stages]
+            owners[unit] = min(near or sources, key=lambda source: (load[source], source))
         source = owners[unit]
         load[source] += weight.nbytes
         holders = _holders(layout.replicas(weight.entry), source, given)
@@ -293,10 +310,3 @@ def p2p_traffic(plan: Plan, engine_tps: Sequence[int]) -> Traffic:
         for rank in ranks:
             sent[rank] += need // shards
     return Traffic({}, sent, received)
-
-
-def held_slices(plan: Plan, rank: int) -> Iterator[tuple[Transfer, int]]:
-    """The transfers to which ``rank`` contributes, each with the number of its shard."""
-    for transfer in plan.transfers:
-        if rank in transfer.holders:
-            yield transfer, transfer.holders.index(rank)

@@ -23,7 +23,9 @@ from megatron_sao.weights.reshard import (
     build_plan,
     p2p_traffic,
     place,
+    shard_shape,
     shard_slices,
+    spread_sources,
 )
 
 pytestmark = pytest.mark.unit
@@ -113,7 +115,9 @@ def applied(plan: Plan, full: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
         weight, shards = transfer.weight, len(transfer.holders)
         tensors = [torch.full(shape, torch.nan, dtype=weight.dtype) for shape in weight.shapes]
         for index in range(shards):
-            place(weight, sharded(weight, full, index, shards), index, shards, tensors)
+            held = sharded(weight, full, index, shards)
+            assert held.shape == shard_shape(weight, shards)
+            place(weight, held, index, shards, tensors)
         out |= dict(zip(weight.entry.hf, tensors, strict=True))
     return out
 
@@ -124,7 +128,7 @@ def test_under_every_small_layout_each_tensor_is_sent_once_from_ranks_that_hold_
     for layout in layouts():
         layout = Layout(**(vars(layout) | {"tied": tied}))
         for sources_per_stage in (n for n in (1, 2) if layout.stage_size % n == 0):
-            plan = build_plan(weights, layout, 256, sources_per_stage)
+            plan = build_plan(weights, layout, 256, spread_sources(layout, sources_per_stage))
             sent = Counter(name for t in plan.transfers for name in t.weight.entry.hf)
             assert sent == Counter(name for w in weights for name in w.entry.hf)
             for transfer in plan.transfers:
@@ -158,7 +162,7 @@ def test_every_small_layout_gives_back_the_tensors_bit_for_bit() -> None:
     weights = tiny_weights()
     full = full_tensors(weights)
     for layout in {(layout.tp, layout.etp): layout for layout in layouts()}.values():
-        restored = applied(build_plan(weights, layout, 256), full)
+        restored = applied(build_plan(weights, layout, 256, (0,)), full)
         assert restored.keys() == full.keys()
         assert all(torch.equal(restored[name], full[name]) for name in full)
 
@@ -175,14 +179,15 @@ def test_a_random_model_comes_back_bit_for_bit(data, tp, etp, vocab, queries, di
         groups=groups, dim=dim, experts=2, vocab=vocab, dtype=dtype,
     )  # fmt: skip
     full = full_tensors(weights)
-    plan = build_plan(weights, Layout(tp * etp, (0,), tp=tp, etp=etp, experts=2), 64)
+    plan = build_plan(weights, Layout(tp * etp, (0,), tp=tp, etp=etp, experts=2), 64, (0,))
     restored = applied(plan, full)
     assert all(torch.equal(restored[name], full[name]) for name in full)
 
 
 def test_buckets_keep_their_bound_and_alignment_and_a_layers_experts_stay_with_one_source_in_order() -> None:
     weights = tiny_weights()
-    plan = build_plan(weights, Layout(8, (0, 0, 1, 1), pp=2, ep=2, experts=4), 300, sources_per_stage=2)
+    layout = Layout(8, (0, 0, 1, 1), pp=2, ep=2, experts=4)
+    plan = build_plan(weights, layout, 300, spread_sources(layout, 2))
     assert plan.sources == (0, 2, 4, 6)
     for source, buckets in plan.buckets.items():
         for number, bucket in enumerate(buckets):
@@ -198,7 +203,8 @@ def test_buckets_keep_their_bound_and_alignment_and_a_layers_experts_stay_with_o
 
 def test_the_load_is_spread_over_sources_and_replicas() -> None:
     weights = tiny_weights()
-    plan = build_plan(weights, Layout(8, (0,) * 4, ep=2, experts=4), 300, sources_per_stage=2)
+    layout = Layout(8, (0,) * 4, ep=2, experts=4)
+    plan = build_plan(weights, layout, 300, spread_sources(layout, 2))
     traffic = broadcast_traffic(plan, [1])
     assert max(traffic.sent.values()) < 1.3 * min(traffic.sent.values())
     # Each source holds half of the experts; the other half has three other replicas each.
@@ -209,16 +215,16 @@ def test_the_load_is_spread_over_sources_and_replicas() -> None:
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
     weights = tiny_weights()
     with pytest.raises(ConfigError, match=r"parallel.tp = 8 does not divide decoder.layers.0.self_attention"):
-        build_plan(weights, Layout(8, (0,) * 4, tp=8, experts=4), 300)
+        build_plan(weights, Layout(8, (0,) * 4, tp=8, experts=4), 300, (0,))
     with pytest.raises(ConfigError, match="sources_per_stage = 3 does not divide the 8 ranks"):
-        build_plan(weights, Layout(8, (0,) * 4, experts=4), 300, sources_per_stage=3)
+        spread_sources(Layout(8, (0,) * 4, experts=4), 3)
 
 
 def test_traffic_counts_every_byte_of_a_hand_made_case() -> None:
     """Two tensor-parallel ranks, one column-sharded weight of 64 bytes and a replicated one of 8; two engines."""
     column = Weight(Entry("output_layer.weight", ("a",), "column"), ((4, 8),), torch.bfloat16)
     norm = Weight(Entry("decoder.final_layernorm.weight", ("b",), "replicated"), ((4,),), torch.bfloat16)
-    plan = build_plan([column, norm], Layout(2, (), tp=2), 1000)
+    plan = build_plan([column, norm], Layout(2, (), tp=2), 1000, (0,))
     broadcast = broadcast_traffic(plan, [1, 2])
     assert broadcast.sent == {0: 144} and broadcast.gathered == {0: 0, 1: 32} and broadcast.received == [72] * 3
     assert broadcast.lower_bound(1.0, 1.0) == (144.0, "out of trainer rank 0")
@@ -236,7 +242,8 @@ def test_at_the_size_of_glm_5_2_on_256_ranks_the_plan_takes_seconds() -> None:
     starts = (0, 14, 22, 30, 38, 46, 54, 62, 78)  # layers per pipeline stage: 14, six times 8, 16
     stages = tuple(sum(layer >= start for start in starts[1:-1]) for layer in range(78))
     started = time.monotonic()
-    plan = build_plan(weights, Layout(256, stages, tp=4, pp=8, ep=32, experts=256), 2**30)
+    layout = Layout(256, stages, tp=4, pp=8, ep=32, experts=256)
+    plan = build_plan(weights, layout, 2**30, spread_sources(layout, 1))
     broadcast, p2p = broadcast_traffic(plan, [16] * 8), p2p_traffic(plan, [16] * 8)
     assert time.monotonic() - started < 30  # 3 s on an idle core
     total = sum(prod(shape) * 2 for w in weights for shape in w.shapes if w.dtype == torch.bfloat16)
