@@ -112,6 +112,7 @@ class DeltaWriter:
             size += DeltaSize(len(change.values), new.numel(), change.nbytes, new.nbytes)
             if len(change.values):
                 parts += [(f"{name}#{field}", getattr(change, field)) for field in ("counts", "offsets", "values")]
+        parts.sort(key=lambda part: -part[1].element_size())  # so that each lies at a multiple of its element size
         metadata = {"checksums": json.dumps(checksums)}
         write_tensors(directory / f"part-{source:05d}-{number:05d}.safetensors", parts, metadata)
         self.remember(number, bucket)

@@ -103,7 +103,7 @@ def check_version(directory: Path, plan: Plan) -> None:
         )
     for file, entries in expected.items():
         found = {n: (entry["dtype"], entry["shape"]) for n, entry in read_header(directory / file).items()}
-        for name in entries.keys() | found.keys():
+        for name in sorted(entries.keys() | found.keys()):
             if entries.get(name) != found.get(name):
                 raise DiskError(
                     f"{directory / file}: {name} is {found.get(name, 'missing')}, expected {entries.get(name, 'none')}"

@@ -88,7 +88,10 @@ def test_a_version_directory_holds_the_tensors_the_config_and_an_index(tmp_path:
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has .* bytes instead of"),
         (lambda path: path.write_bytes(b"\xff" * 20), "is truncated"),
         (lambda path: path.write_bytes(path.read_bytes().replace(b"[3]", b"[1]")), "model.norm.weight is"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"norm.w", b"worm.w")), "worm.weight is"),
+        (
+            lambda path: path.write_bytes(path.read_bytes().replace(b"norm.w", b"worm.w")),
+            "model.norm.weight is missing",
+        ),
     ],
 )
 def test_a_directory_that_sglang_would_take_silently_is_refused_by_name(damage, sentence: str, tmp_path: Path) -> None:
