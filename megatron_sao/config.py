@@ -31,6 +31,8 @@ class ModelConfig(Section):
     """Where the model comes from and how its layers are computed."""
 
     path: Path  # HF directory: config.json, tokenizer, and weights in safetensors
+    # The same model made by tools/convert_hf_to_megatron.py: the trainer starts from it. All else needs model.path.
+    megatron_path: Path | None = None
     layers: Literal["native", "transformer_engine"] = "native"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -43,6 +45,8 @@ class ParallelConfig(Section):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt | None = None  # virtual pipeline stages per rank (interleaved schedule)
+    pp_first_layers: PositiveInt | None = None  # of the first pipeline rank; the ranks without a number share the rest
+    pp_last_layers: PositiveInt | None = None  # of the last pipeline rank
     cp: PositiveInt = 1  # ranks that share each trajectory
     ep: PositiveInt = 1
     etp: PositiveInt = 1  # tensor parallelism inside an expert
@@ -69,6 +73,9 @@ class ParallelConfig(Section):
             )
         if self.vpp is not None and self.pp == 1:
             raise ValueError(f"vpp={self.vpp} needs pipeline parallelism; set parallel.pp above 1 or leave vpp out")
+        for field in ("pp_first_layers", "pp_last_layers"):
+            if self.pp == 1 and getattr(self, field) is not None:
+                raise ValueError(f"{field}={getattr(self, field)} with pp=1: raise parallel.pp or leave {field} out")
         if self.world_size % self.nproc_per_node:
             raise ValueError(f"world_size={self.world_size} is not a multiple of nproc_per_node={self.nproc_per_node}")
         return self

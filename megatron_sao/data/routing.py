@@ -39,7 +39,11 @@ class RoutingShape(NamedTuple):
             config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path = {str(model_path)!r}: cannot read {path} ({error})") from error
-        config = config.get("text_config", config)
+        return cls.of_config(config.get("text_config", config))
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> RoutingShape | None:
+        """As :meth:`of`, from what is in ``config.json``."""
         counts = (config.get(name) for name in ("n_routed_experts", "num_experts", "num_local_experts"))
         num_experts = next(filter(None, counts), 0)
         if not num_experts:
@@ -76,6 +80,8 @@ class RoutingShape(NamedTuple):
 
 
 def _is_moe(config: dict[str, Any], layer: int) -> bool:
+    if kinds := config.get("mlp_layer_types"):
+        return kinds[layer] == "sparse"
     return (
         layer >= config.get("first_k_dense_replace", 0)
         and (layer + 1) % config.get("decoder_sparse_step", 1) == 0

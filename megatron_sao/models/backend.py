@@ -48,9 +48,9 @@ def start_backend(device: Literal["auto", "cpu", "cuda"], layers: Literal["nativ
         adapt_megatron()
     bind_adam()
     if layers == "native":
-        from megatron_sao.models.spec import vectorise_packed_rotary
+        from megatron_sao.models.spec import prepare_native_layers
 
-        vectorise_packed_rotary()
+        prepare_native_layers()
     if not cuda:
         return Backend(torch.device("cpu"), "gloo", layers)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

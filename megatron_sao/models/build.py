@@ -86,6 +86,8 @@ def _build(model: HFModel, config: TransformerConfig, layers: str, tied: bool) -
                 position_embedding_type="rope",
                 rotary_percent=model.rope["partial_rotary_factor"],
                 rotary_base=model.rope["rope_theta"],
+                rope_scaling=model.rope["rope_type"] == "llama3",
+                rope_scaling_factor=model.rope.get("factor") or 1.0,
                 vp_stage=vp_stage,
             )
         )

@@ -8,7 +8,7 @@ parallel dimension it is sharded. Every HF tensor belongs to exactly one entry.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +43,8 @@ def entries(model: HFModel, config: TransformerConfig, head: Literal["policy", "
     """All entries of a model in layer order. A critic's value head has no HF tensor and therefore no entry."""
     out = [Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")]
     for layer in range(config.num_layers):
-        out += _attention(layer, config)
+        out += _latent_attention(layer, model) if model.latent_attention else _attention(layer, config)
+        out += _norms(layer)
         out += _moe(layer, config) if model.is_moe_layer(layer) else _mlp(layer)
     out.append(Entry("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"))
     if head == "policy" and not model.tied:
@@ -51,9 +52,19 @@ def entries(model: HFModel, config: TransformerConfig, head: Literal["policy", "
     return out
 
 
+def mtp_tensors(model: HFModel, names: Iterable[str]) -> set[str]:
+    """Those of the names on disk that belong to multi-token-prediction layers, which count on after the decoder's.
+
+    Such layers draft tokens in an engine. No model here builds them: their tensors are carried along as they are.
+    """
+    first = model.raw["num_hidden_layers"]
+    layers = range(first, first + model.num_mtp_layers)
+    matches = ((name, _HF_LAYER.match(name)) for name in names)
+    return {name for name, match in matches if match and int(match[1]) in layers}
+
+
 def _attention(layer: int, config: TransformerConfig) -> Iterator[Entry]:
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    yield Entry(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",), "replicated")
     for leaf in ("weight", "bias") if config.add_qkv_bias else ("weight",):
         qkv = tuple(f"{theirs}self_attn.{part}_proj.{leaf}" for part in "qkv")
         yield Entry(f"{ours}self_attention.linear_qkv.{leaf}", qkv, "qkv")
@@ -62,6 +73,36 @@ def _attention(layer: int, config: TransformerConfig) -> Iterator[Entry]:
             name = f"{ours}self_attention.{part}_layernorm.weight"
             yield Entry(name, (f"{theirs}self_attn.{part}_norm.weight",), "replicated")
     yield Entry(ours + "self_attention.linear_proj.weight", (theirs + "self_attn.o_proj.weight",), "row")
+
+
+_LATENT_ATTENTION: dict[str, tuple[str, Kind]] = {
+    "linear_q_down_proj.weight": ("q_a_proj.weight", "replicated"),
+    "q_layernorm.weight": ("q_a_layernorm.weight", "replicated"),
+    "linear_q_up_proj.weight": ("q_b_proj.weight", "column"),
+    "linear_kv_down_proj.weight": ("kv_a_proj_with_mqa.weight", "replicated"),
+    "kv_layernorm.weight": ("kv_a_layernorm.weight", "replicated"),
+    "linear_kv_up_proj.weight": ("kv_b_proj.weight", "column"),
+    "linear_proj.weight": ("o_proj.weight", "row"),
+}
+_INDEXER: dict[str, tuple[str, Kind]] = {
+    "core_attention.indexer.linear_wq_b.weight": ("indexer.wq_b.weight", "replicated"),
+    "core_attention.indexer.linear_wk.weight": ("indexer.wk.weight", "replicated"),
+    "core_attention.indexer.k_norm.weight": ("indexer.k_norm.weight", "replicated"),
+    "core_attention.indexer.k_norm.bias": ("indexer.k_norm.bias", "replicated"),
+    "core_attention.indexer.linear_weights_proj.weight": ("indexer.weights_proj.weight", "replicated"),
+}
+
+
+def _latent_attention(layer: int, model: HFModel) -> Iterator[Entry]:
+    has_indexer = bool(model.indexer_types) and model.indexer_types[layer] == "full"
+    for ours, (theirs, kind) in (_LATENT_ATTENTION | (_INDEXER if has_indexer else {})).items():
+        name = f"decoder.layers.{layer}.self_attention.{ours}"
+        yield Entry(name, (f"model.layers.{layer}.self_attn.{theirs}",), kind)
+
+
+def _norms(layer: int) -> Iterator[Entry]:
+    ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    yield Entry(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",), "replicated")
     yield Entry(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",), "replicated")
 
 
@@ -78,7 +119,8 @@ def _mlp(layer: int) -> Iterator[Entry]:
 def _moe(layer: int, config: TransformerConfig) -> Iterator[Entry]:
     ours, theirs = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.mlp."
     yield Entry(ours + "router.weight", (theirs + "gate.weight",), "replicated")
-    yield Entry(ours + "router.expert_bias", (theirs + "gate.e_score_correction_bias",), "replicated")
+    if config.moe_router_enable_expert_bias:
+        yield Entry(ours + "router.expert_bias", (theirs + "gate.e_score_correction_bias",), "replicated")
     for expert in range(config.num_moe_experts):
         yield from _gated(f"{ours}experts.local_experts.{expert}.", f"{theirs}experts.{expert}.", expert=True)
     if config.moe_shared_expert_intermediate_size:
@@ -88,9 +130,11 @@ def _moe(layer: int, config: TransformerConfig) -> Iterator[Entry]:
 # Transformer Engine keeps a norm inside the linear after it, and an expert's weights in one grouped module.
 _SPELLINGS = (
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$"), r"experts.local_experts.\2.\1.weight"),
 )
+_HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=experts\.local_experts\.)\d+")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class RoutedSeqParams(PackedSeqParams):
-    """Packed sequences with what a router must know of their tokens. Megatron hands this object to every layer, and to
-    the same layer again when it recomputes it, so that a router is always told of the micro-batch it is working on.
+    """Packed sequences with what layers must know of their tokens. Megatron hands this object to every layer, and to
+    the same layer again when it recomputes it, so that a layer is always told of the micro-batch it is working on.
 
     Attributes:
         real_tokens: bool [T], False for padding.
         routed_experts: integers [T, MoE layers, top_k], -1 where the router chooses by itself; None: everywhere.
+        selections: by layer number, the keys that its indexer chose (models/dsa.py).
     """
 
     real_tokens: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    selections: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 
 class ExpertChoice:

@@ -1,27 +1,24 @@
 """Layer specs: which module computes each part of a transformer layer.
 
 ``native`` layers are Megatron's own parallel linears with torch's RMSNorm and scaled-dot-product attention; they run
-on any device. ``transformer_engine`` layers are Megatron's own spec, CUDA only.
+on any device. ``transformer_engine`` layers are Megatron's own specs, CUDA only.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec_for_backend
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,16 +27,24 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
-from torch.nn.attention.bias import causal_lower_right
 
-from megatron_sao.config import ConfigError
-from megatron_sao.data.packing import context_positions, in_pack_order
+from megatron_sao.models.attention import PackedSDPA, vectorise_packed_rotary
+from megatron_sao.models.dsa import SparseLatentAttention, SparseSDPA
+from megatron_sao.models.mla import LATENT_NORM_EPSILON, DuplicatedLinear, LatentAttention, bind_duplicated_linear
 
 # Keys of the Transformer Engine layers, whose linears own the norm before them: a checkpoint then loads into both.
-_FUSED_NORM_KEYS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+_QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_LATENT_NORM_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
+_MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def prepare_native_layers() -> None:
+    """Bind the parts of native layers that Megatron has no seam for. Before any of them is built."""
+    vectorise_packed_rotary()
+    bind_duplicated_linear()
 
 
 def decoder_block_spec(config: TransformerConfig, layers: str, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -49,14 +54,11 @@ def decoder_block_spec(config: TransformerConfig, layers: str, vp_stage: int | N
         config: the model's Megatron config.
         layers: ``native`` or ``transformer_engine``.
         vp_stage: index of the virtual pipeline stage, or None without interleaving.
-
-    Raises:
-        ConfigError: the native layers do not cover the model's attention.
     """
     if layers == "transformer_engine":
+        if config.experimental_attention_variant:
+            return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    if config.multi_latent_attention:
-        raise ConfigError("multi-latent attention has no native layers yet; use model.layers=transformer_engine")
     provider = NativeSpecProvider()
     pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = [_layer_spec(config, bool(is_moe), provider) for is_moe in pattern]
@@ -76,95 +78,11 @@ class RMSNorm:
         return norm
 
 
-class PackedSDPA(MegatronModule):
-    """Causal attention over packed sequences with torch's scaled_dot_product_attention, one call per sequence.
+class LatentRMSNorm(RMSNorm):
+    """The norm of multi-latent attention's latents, with an epsilon of its own."""
 
-    Takes query ``[tokens, heads, dim]`` and key/value ``[tokens, kv_heads, dim]`` with ``cu_seqlens`` in
-    ``packed_seq_params`` and returns ``[tokens, heads * dim]``. Under context parallelism the tokens are this rank's
-    (data/packing.py), ``cu_seqlens`` is the whole pack's, and keys and values are gathered from all ranks.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        *,
-        pg_collection: ProcessGroupCollection,
-        **_: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.softmax_scale, self.context_group = softmax_scale, pg_collection.cp
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
-        query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
-        cu_seqlens, rank, size = packed_seq_params.cu_seqlens_q, self.context_group.rank(), self.context_group.size()
-        if size > 1:
-            dims = key.size(-1), value.size(-1)
-            # backward, this sums what the queries of all ranks contribute
-            gathered = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=self.context_group)
-            key, value = in_pack_order(gathered, cu_seqlens, size).split(dims, -1)
-        chunks = _query_chunks(cu_seqlens.tolist(), rank, size)
-        queries = query.split([length for length, _, _ in chunks])
-        seen = [(key[start:end], value[start:end]) for _, start, end in chunks]
-        return torch.cat([self._attend(q, k, v) for q, (k, v) in zip(queries, seen, strict=True)]).flatten(1)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of a sequence's last queries, the last of which sees every key."""
-        whole = query.size(0) == key.size(0)
-        return F.scaled_dot_product_attention(
-            *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
-            attn_mask=None if whole else causal_lower_right(query.size(0), key.size(0)),
-            is_causal=whole,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )[0].transpose(0, 1)
-
-
-def _query_chunks(cu_seqlens: list[int], rank: int, size: int) -> list[tuple[int, int, int]]:
-    """For each run of consecutive queries of a context-parallel rank: their number, and start and end in the pack of
-    what the last of them sees."""
-    if size == 1:
-        return [(end - start, start, end) for start, end in pairwise(cu_seqlens)]
-    chunks = []
-    for start, end in pairwise(cu_seqlens):
-        length = (end - start) // (2 * size)
-        chunks += [(length, start, start + (index + 1) * length) for index in (rank, 2 * size - 1 - rank)]
-    return chunks
-
-
-def vectorise_packed_rotary() -> None:
-    """Rotate all packed sequences at once. Unfused, upstream loops over them in Python, forward and backward: a third
-    of a step for short sequences. The arithmetic is the same."""
-    original = attention.apply_rotary_pos_emb
-
-    def apply(
-        tensor: torch.Tensor,
-        freqs: torch.Tensor,
-        config: TransformerConfig,
-        cu_seqlens: torch.Tensor | None = None,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        if cu_seqlens is None or cp_group is None or config.apply_rope_fusion:
-            return original(tensor, freqs, config, cu_seqlens, mscale, cp_group, **options)
-        _, positions = context_positions(cu_seqlens, cp_group.rank(), cp_group.size())
-        rotated = original(tensor.unsqueeze(1), freqs[positions], config, None, mscale, cp_group, **options)
-        return rotated.squeeze(1)
-
-    attention.apply_rotary_pos_emb = apply
+    def __new__(cls, config: TransformerConfig, hidden_size: int, **_: Any) -> torch.nn.RMSNorm:
+        return RMSNorm(config, hidden_size, eps=LATENT_NORM_EPSILON)
 
 
 class NativeSpecProvider(LocalSpecProvider):
@@ -178,8 +96,31 @@ class NativeSpecProvider(LocalSpecProvider):
 
 
 def _layer_spec(config: TransformerConfig, is_moe: bool, provider: NativeSpecProvider) -> ModuleSpec:
+    latent = config.multi_latent_attention
+    keys = {} if is_moe else dict(_MLP_NORM_KEYS)
+    if not latent:
+        keys |= _QKV_NORM_KEYS
+    elif config.experimental_attention_variant is None:  # with DSA Megatron's are norms of their own
+        keys |= _LATENT_NORM_KEYS
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention(config, provider) if latent else _attention(config, provider),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=get_mlp_module_spec_for_backend(
+                provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=False
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig, provider: NativeSpecProvider) -> ModuleSpec:
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    self_attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -190,18 +131,21 @@ def _layer_spec(config: TransformerConfig, is_moe: bool, provider: NativeSpecPro
             k_layernorm=qk_norm,
         ),
     )
-    keys = {"input_layernorm.": _FUSED_NORM_KEYS["input_layernorm."]} if is_moe else _FUSED_NORM_KEYS
+
+
+def _latent_attention(config: TransformerConfig, provider: NativeSpecProvider) -> ModuleSpec:
+    sparse = config.experimental_attention_variant == "dsa"
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=self_attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=get_mlp_module_spec_for_backend(
-                provider, num_experts=config.num_moe_experts if is_moe else None, moe_grouped_gemm=False
-            ),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys,
+        module=SparseLatentAttention if sparse else LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_down_proj=DuplicatedLinear,
+            linear_q_up_proj=provider.column_parallel_linear(),
+            linear_kv_down_proj=DuplicatedLinear,
+            linear_kv_up_proj=provider.column_parallel_linear(),
+            core_attention=SparseSDPA if sparse else provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=LatentRMSNorm,
+            kv_layernorm=LatentRMSNorm,
         ),
     )

@@ -71,6 +71,36 @@ class Contents:
     optimizers: list[str]
 
 
+def config_fingerprint(model_config: dict[str, Any]) -> str:
+    """By which a checkpoint knows the model it was made of."""
+    return hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+
+
+def policy_checkpoint(directory: Path, model_config: dict[str, Any]) -> dict[str, Any]:
+    """What ``meta.json`` says of a checkpoint outside a run, whose policy is wanted: one of another run, or a converted
+    Hugging Face directory.
+
+    Raises:
+        CheckpointError: it is none, damaged, or of another model.
+    """
+    try:
+        meta = files.read_meta(directory)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{directory} is neither a directory made by tools/convert_hf_to_megatron.py nor a checkpoint of a run "
+            f"(RUN/checkpoints/STAGE-STEP): {error}"
+        ) from error
+    if meta["config"] != config_fingerprint(model_config):
+        raise CheckpointError(
+            f"{directory} was made from another config.json than that of the model it is to be used with; name the "
+            "model it was made from"
+        )
+    for name in {".metadata", "metadata.json"} & meta["files"].keys():
+        if damage := files.damage(directory / name, tuple(meta["files"][name])):
+            raise CheckpointError(f"the checkpoint {directory} is damaged: {damage}")
+    return meta
+
+
 class Checkpoints:
     """The checkpoints of one run. All methods but ``contents``, ``extra`` and ``oldest`` are collective.
 
@@ -89,7 +119,7 @@ class Checkpoints:
         self, directory: Path, model_config: dict[str, Any], keep: int, device: torch.device, asynchronous: bool
     ) -> None:
         self._directory, self._keep, self._device, self._asynchronous = directory, keep, device, asynchronous
-        self._fingerprint = hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest()
+        self._fingerprint = config_fingerprint(model_config)
         self._writing: _Writing | None = None
         self.newest: Position | None = None
 

@@ -18,7 +18,7 @@ from megatron_sao.distributed import broadcast_json
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position
+from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position, policy_checkpoint
 from megatron_sao.trainer.critic import Critic, freeze_critic
 from megatron_sao.trainer.fleet import EngineFleet
 from megatron_sao.trainer.loop import Stage, run_rl, run_sft, run_value
@@ -31,6 +31,7 @@ from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Gatherer
 from megatron_sao.weights.load import load_hf_weights
+from megatron_sao.weights.megatron_files import load_megatron_weights
 from megatron_sao.weights.push import WeightPusher
 from megatron_sao.weights.reshard import build_plan, spread_sources
 
@@ -57,6 +58,8 @@ class Run:
     def __init__(self, config: RunConfig, run_dir: Path, batches_dir: Path | None, backend: Backend) -> None:
         self.config, self.run_dir, self.backend = config, run_dir, backend
         self.model = read_hf_model(config.model.path)
+        if config.model.megatron_path is not None:
+            policy_checkpoint(config.model.megatron_path, self.model.raw)
         replayed_routing(config)  # raises for a dense model
         self.world = World.current(backend.device, config.parallel)
         settings = config.checkpoint
@@ -154,7 +157,7 @@ class Run:
         return Trainable(chunks, config, optimizer, steps, self.config.parallel)
 
     def _restore(self, position: Position, models: dict[str, list[GPTModel]], trained: dict[str, Trainable]) -> None:
-        """Weights from the newest checkpoint, else from ``model.path``; optimizers when it was taken at ``position``.
+        """Weights from the newest checkpoint, else those of the model; optimizers when it was taken at ``position``.
 
         A critic that no checkpoint holds yet starts as the policy (SAO.md §4).
         """
@@ -169,6 +172,8 @@ class Run:
                 config = chunks[0].config
                 if name == "critic" and "policy" in present:
                     copy_backbone(models["policy"], chunks)
+                elif self.config.model.megatron_path is not None:
+                    load_megatron_weights(chunks, config, self.config.model.megatron_path, name)
                 else:
                     load_hf_weights(chunks, self.model, config, name)
         for name, trainable in trained.items():

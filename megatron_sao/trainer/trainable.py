@@ -19,6 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.config import OptimizerConfig, ParallelConfig
+from megatron_sao.models.dsa import freeze_indexers
 from megatron_sao.trainer.microbatch import MicroBatch
 
 Stats = dict[str, torch.Tensor]
@@ -32,7 +33,7 @@ class Trainable:
 
     Args:
         chunks: bare models, one per virtual pipeline stage. Parameters without ``requires_grad`` get neither gradient
-            buffer nor optimizer state.
+            buffer nor optimizer state; the indexers of sparse attention never do.
         config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
         optimizer: which one, its settings and the learning rate's.
         total_steps: optimizer steps of the stage, over which the learning rate decays.
@@ -48,6 +49,7 @@ class Trainable:
         parallel: ParallelConfig,
     ) -> None:
         self.chunks, self.config = chunks, config
+        freeze_indexers(chunks)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=parallel.distributed_optimizer
         )

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from megatron_sao.weights.disk import INDEX, DiskError, read_header, write_tensors
+from megatron_sao.weights.disk import write_tensors
 from megatron_sao.weights.gather import Bucket
+from megatron_sao.weights.hf_files import DTYPES, INDEX
 
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32, "I16": torch.int16}
 _KEPT_DELTAS = 8
 
 
@@ -112,16 +112,17 @@ class DeltaWriter:
             size += DeltaSize(len(change.values), new.numel(), change.nbytes, new.nbytes)
             if len(change.values):
                 parts += [(f"{name}#{field}", getattr(change, field)) for field in ("counts", "offsets", "values")]
-        parts.sort(key=lambda part: -part[1].element_size())  # so that each lies at a multiple of its element size
-        metadata = {"checksums": json.dumps(checksums)}
-        write_tensors(directory / f"part-{source:05d}-{number:05d}.safetensors", parts, metadata)
+        part = f"part-{source:05d}-{number:05d}"
+        if parts:
+            write_tensors(directory, f"{part}.safetensors", parts)
+        write_json(directory / f"{part}.json", checksums)
         self.remember(number, bucket)
         return size
 
 
 def publish_delta(temporary: Path, final: Path, base: str) -> None:
     """Give a directory that all sources have written its version's name. Old ones are deleted."""
-    parts = sorted(path.name for path in temporary.glob("part-*"))
+    parts = sorted(path.stem for path in temporary.glob("part-*.json"))
     (temporary / "manifest.json").write_text(json.dumps({"base": base, "parts": parts}))
     temporary.rename(final)
     published = sorted(final.parent.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -173,7 +174,7 @@ class LocalCopy:
         error = None
         try:
             self._bring_to(newest)
-        except (DeltaRefused, DiskError, OSError) as problem:
+        except (DeltaRefused, ValueError, OSError) as problem:
             error = str(problem)
         write_json(
             self._report, {"asked": newest, "version": self.version, "path": str(self._path.absolute()), "error": error}
@@ -215,33 +216,29 @@ class LocalCopy:
         write_json(self._state, {"version": directory.name})
 
     def _apply_part(self, part: Path, files: dict[str, str]) -> None:
-        changes, mapped = _load(part), {}
-        for name, expected in json.loads(_metadata(part)["checksums"]).items():
-            file = files[name]
-            if file not in mapped:
-                mapped[file] = dict(_mapped(self._path / file))
-            tensor = mapped[file][name]
+        """``part`` is the path of a checksum file and, where anything changed, of a safetensors file, less suffix."""
+        file = part.with_suffix(".safetensors")
+        changes, mapped = dict(_mapped(file)) if file.exists() else {}, {}
+        for name, expected in read_json(part.with_suffix(".json")).items():
+            if files[name] not in mapped:
+                mapped[files[name]] = dict(_mapped(self._path / files[name], writable=True))
+            tensor = mapped[files[name]][name]
             if f"{name}#values" in changes:
                 apply(Change(*(changes[f"{name}#{field}"] for field in ("counts", "offsets", "values"))), tensor)
             if checksum(tensor) != expected:
                 raise DeltaRefused(f"{name} does not have the checksum that {part.parent.name} states")
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
-        return json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
-
-
-def _mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file, in the file: what is written to them is written to it."""
-    header = read_header(path)
+def _mapped(path: Path, writable: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, in the file: what is written to ``writable`` ones is written to it."""
     size = path.stat().st_size
-    start = size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    if size != start + max((entry["data_offsets"][1] for entry in header.values()), default=0):
+        raise DeltaRefused(f"{path} is not whole")
+    data = torch.from_file(str(path), shared=writable, size=size, dtype=torch.uint8)
     for name, entry in header.items():
         first, last = entry["data_offsets"]
-        yield name, data[start + first : start + last].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
-
-
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in _mapped(path)} if read_header(path) else {}
+        yield name, data[start + first : start + last].view(DTYPES[entry["dtype"]]).view(entry["shape"])

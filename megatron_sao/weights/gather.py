@@ -15,8 +15,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_sao.distributed import all_gather_json
 from megatron_sao.models.hf import HFModel
-from megatron_sao.models.mapping import Entry, entries
-from megatron_sao.weights.load import WeightError, local_tensors
+from megatron_sao.models.mapping import entries
+from megatron_sao.weights.hf_files import WeightError
+from megatron_sao.weights.load import hf_shapes, local_tensors
 from megatron_sao.weights.reshard import Layout, Plan, Transfer, Weight, place, shard_shape
 
 _ALIGNMENT = 16
@@ -84,35 +85,14 @@ def collect_weights(
         raise WeightError(
             f"parameters without an export rule: {sorted(unknown)[:8]}; rules without a parameter: {sorted(unheld)[:8]}"
         )
-    weights = [_weight(entry, *held[name], model, config, layout) for name, entry in table.items()]
-    for weight in weights:
-        tensor, expected = local.get(weight.entry.name), shard_shape(weight, _shards(weight.entry, layout))
-        if tensor is not None and tensor.shape != expected:
-            raise WeightError(f"{weight.entry.name} has shape {tuple(tensor.shape)} here, but {expected} elsewhere")
+    weights = []
+    for name, entry in table.items():
+        shape, dtype = held[name]
+        shapes = tuple(hf_shapes(entry, torch.Size(shape), model, config))
+        weights.append(Weight(entry, shapes, getattr(torch, dtype), config.num_query_groups or 1))
+        if name in local and local[name].shape != shape:
+            raise WeightError(f"{name} has shape {tuple(local[name].shape)} here, but {shape} elsewhere")
     return weights
-
-
-def _shards(entry: Entry, layout: Layout) -> int:
-    return len(layout.replicas(entry)[0])
-
-
-def _weight(
-    entry: Entry, shape: tuple[int, ...], dtype: str, model: HFModel, config: TransformerConfig, layout: Layout
-) -> Weight:
-    """From the shape of one shard to the full shapes of its HF tensors."""
-    shards, rest = _shards(entry, layout), shape[1:]
-    if entry.kind == "vocab":
-        shapes = ((model.vocab_size, *rest),)
-    elif entry.kind == "row":
-        shapes = ((shape[0], shape[1] * shards),)
-    elif entry.kind == "gate_up":
-        shapes = ((shape[0] * shards // 2, *rest),) * 2
-    elif entry.kind == "qkv":
-        heads = (config.num_attention_heads, config.num_query_groups, config.num_query_groups)
-        shapes = tuple((n * config.kv_channels, *rest) for n in heads)
-    else:
-        shapes = ((shape[0] * shards, *rest),)
-    return Weight(entry, shapes, getattr(torch, dtype), config.num_query_groups if entry.kind == "qkv" else 1)
 
 
 class Gatherer:
@@ -138,29 +118,43 @@ class Gatherer:
         return bool(self._mine)
 
     @torch.no_grad()
-    def buckets(self, reuse_memory: bool = True) -> Iterator[Bucket | None]:
+    def buckets(self) -> Iterator[Bucket | None]:
         """One item per round of the plan: this rank's bucket, or None where it has none. Collective.
 
-        The shards of the next bucket arrive while the caller uses this one. With ``reuse_memory`` a bucket is valid
-        until the next one is asked for, and the whole takes the memory of two buckets: one being used and one of
-        shards arriving.
+        A bucket is valid until the next one is asked for; the shards of that one arrive while the caller uses this one.
+        The whole takes the memory of two buckets: one being used and one of shards arriving.
         """
         local = dict(local_tensors(self._chunks, self._config))
-        sizes = [sum(t.weight.nbytes for t in bucket) for bucket in self._mine]
-        out = self._memory(max(sizes, default=0)) if reuse_memory else None
+        out = self._memory(max((_bytes(bucket) for bucket in self._mine), default=0))
         staging = self._memory(max((self._staged_bytes(bucket) for bucket in self._mine), default=0))
         arriving = self._post(0, local, staging)
         for number in range(self.plan.rounds):
-            works, shards = arriving
-            for work in works:
-                work.wait()
-            bucket = None
-            if number < len(self._mine):
-                memory = self._memory(sizes[number]) if out is None else out[: sizes[number]]
-                bucket = self._assemble(number, local, shards, memory)
+            bucket = self._finish(number, local, arriving, out)
             if number + 1 < self.plan.rounds:
                 arriving = self._post(number + 1, local, staging)
             yield bucket
+
+    @torch.no_grad()
+    def bucket(self, number: int) -> Bucket | None:
+        """That of round ``number`` alone, in memory of its own. Collective."""
+        local = dict(local_tensors(self._chunks, self._config))
+        mine = self._mine[number] if number < len(self._mine) else []
+        arriving = self._post(number, local, self._memory(self._staged_bytes(mine)))
+        return self._finish(number, local, arriving, self._memory(_bytes(mine)))
+
+    def _finish(
+        self,
+        number: int,
+        local: dict[str, torch.Tensor],
+        arriving: tuple[list[dist.Work], dict[tuple[str, int], torch.Tensor]],
+        out: torch.Tensor,
+    ) -> Bucket | None:
+        works, shards = arriving
+        for work in works:
+            work.wait()
+        if number >= len(self._mine):
+            return None
+        return self._assemble(number, local, shards, out[: _bytes(self._mine[number])])
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -182,7 +176,7 @@ class Gatherer:
             shape = shard_shape(weight, len(transfer.holders))
             for index, rank in enumerate(transfer.holders):
                 if rank != self._rank:
-                    nbytes = shape_bytes(shape, weight.dtype)
+                    nbytes = _shape_bytes(shape, weight.dtype)
                     shard = staging[offset : offset + nbytes].view(weight.dtype).view(shape)
                     offset += _aligned(shape, weight.dtype)
                     shards[weight.entry.name, index] = shard
@@ -201,7 +195,7 @@ class Gatherer:
             weight, name, start = transfer.weight, transfer.weight.entry.name, transfer.offset
             full = []
             for shape in weight.shapes:
-                end = start + shape_bytes(shape, weight.dtype)
+                end = start + _shape_bytes(shape, weight.dtype)
                 full.append(memory[start:end].view(weight.dtype).view(shape))
                 start = end
             for index in range(len(transfer.holders)):
@@ -211,9 +205,13 @@ class Gatherer:
         return Bucket(memory, tensors)
 
 
-def shape_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _bytes(bucket: list[Transfer]) -> int:
+    return sum(transfer.weight.nbytes for transfer in bucket)
+
+
+def _shape_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
 def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-shape_bytes(shape, dtype) // _ALIGNMENT) * _ALIGNMENT
+    return -(-_shape_bytes(shape, dtype) // _ALIGNMENT) * _ALIGNMENT

@@ -1,10 +1,9 @@
-"""Hugging Face weights into Megatron parameters: each rank reads its own slices, strictly."""
+"""Hugging Face weights into Megatron parameters: each rank reads what it needs, strictly."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,50 +11,36 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from safetensors import safe_open
 
-from megatron_sao.config import ConfigError
 from megatron_sao.models.build import padded_vocab_size
 from megatron_sao.models.hf import HFModel
-from megatron_sao.models.mapping import Entry, entries, global_name, shard
+from megatron_sao.models.mapping import Entry, entries, global_name, mtp_tensors, shard, unshard
+from megatron_sao.weights.hf_files import HFTensors, WeightError
 
 
-class WeightError(ConfigError):
-    """Weights that do not match the model; the message lists the tensors."""
+@dataclass(frozen=True)
+class LocalTensor:
+    """One of the model's weights, as this rank holds it.
+
+    Attributes:
+        chunk: index of the model chunk.
+        local_name: what the chunk calls it.
+        name: its global name.
+    """
+
+    chunk: int
+    local_name: str
+    name: str
+    tensor: torch.Tensor
 
 
-class HFTensors:
-    """Lazy access to the tensors of a safetensors directory, sharded or not."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        index = path / "model.safetensors.index.json"
-        if index.exists():
-            self._files = dict(json.loads(index.read_text())["weight_map"])
-        elif (path / "model.safetensors").exists():
-            with safe_open(path / "model.safetensors", "pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
-        else:
-            raise WeightError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
-        self._open: dict[str, safe_open] = {}
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self._path / file, "pt")
-        return self._open[file].get_tensor(name)
-
-
-def local_tensors(chunks: list[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Global name and tensor of everything this rank holds that is part of the model's weights.
+def weights_of(chunks: list[GPTModel], config: TransformerConfig) -> Iterator[LocalTensor]:
+    """Everything this rank holds that is part of the model's weights.
 
     Expert biases are buffers and included. On the last of several pipeline stages a tied head is a second copy of the
     embedding and comes under the embedding's name.
     """
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         layer_offset = get_transformer_layer_offset(config, vp_stage=chunk.vp_stage)
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         expert_offset = experts * parallel_state.get_expert_model_parallel_rank()
@@ -63,7 +48,12 @@ def local_tensors(chunks: list[GPTModel], config: TransformerConfig) -> Iterator
         for local, tensor in (*chunk.named_parameters(), *biases):
             name = global_name(local, layer_offset, expert_offset)
             tied = name == "output_layer.weight" and chunk.share_embeddings_and_output_weights
-            yield "embedding.word_embeddings.weight" if tied else name, tensor
+            yield LocalTensor(index, local, "embedding.word_embeddings.weight" if tied else name, tensor)
+
+
+def local_tensors(chunks: list[GPTModel], config: TransformerConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Global name and tensor of :func:`weights_of`."""
+    return ((weight.name, weight.tensor) for weight in weights_of(chunks, config))
 
 
 @torch.no_grad()
@@ -75,39 +65,84 @@ def load_hf_weights(
     Raises:
         WeightError: a tensor is missing, unexpected or mis-shaped, or a parameter would stay unset.
     """
-    source = HFTensors(model.path)
+    source = HFTensors(model.path, model.fp8_block)
     table = {entry.name: entry for entry in entries(model, config, head)}
-    expected = {name for entry in entries(model, config) for name in entry.hf}
-    redundant = {"lm_head.weight"} if model.tied else set()  # a copy that some writers store
-    missing, unexpected = expected - source.names(), source.names() - expected - redundant
-    if missing or unexpected:
+    own = [
+        (name, tensor)
+        for name, tensor in local_tensors(chunks, config)
+        if head == "policy" or not name.startswith("output_layer.")
+    ]
+    check_hf_tensors(source, own, model, config)
+    for name, parameter in own:
+        parameter.copy_(local_slice(table[name], [source[hf] for hf in table[name].hf], model, config))
+
+
+def check_hf_tensors(
+    source: HFTensors, own: Iterable[tuple[str, torch.Tensor]], model: HFModel, config: TransformerConfig
+) -> None:
+    """Compare the whole directory's names, and the shapes of what this rank's tensors ``own`` are made of. Nothing but
+    headers is read.
+
+    Raises:
+        WeightError: lists what is missing, unexpected or mis-shaped.
+    """
+    problems = hf_problems(source, own, model, config)
+    if problems:
         raise WeightError(
-            f"{model.path} does not hold the tensors of a {model.model_type} with this config.json: "
-            f"missing {sorted(missing)[:8]}, unexpected {sorted(unexpected)[:8]}"
+            f"{model.path} does not hold the tensors of a {model.model_type} with this config.json: {problems}"
         )
-    for name, parameter in local_tensors(chunks, config):
-        if head == "critic" and name.startswith("output_layer."):
-            continue
+
+
+def hf_problems(
+    source: HFTensors, own: Iterable[tuple[str, torch.Tensor]], model: HFModel, config: TransformerConfig
+) -> str:
+    """What :func:`check_hf_tensors` raises about, "" if nothing."""
+    table = {entry.name: entry for entry in entries(model, config)}
+    expected = {name for entry in table.values() for name in entry.hf}
+    redundant = {"lm_head.weight"} if model.tied else set()  # a copy that some writers store
+    missing = expected - source.names()
+    unexpected = source.names() - expected - redundant - mtp_tensors(model, source.names())
+    mis_shaped = []
+    for name, tensor in own:
         if name not in table:
             raise WeightError(f"no rule says which HF tensors fill the parameter {name!r}")
-        tensors = [source[hf] for hf in table[name].hf]
-        value = _local_slice(table[name], tensors, model, config)
-        if value.shape != parameter.shape:
-            raise WeightError(
-                f"{', '.join(table[name].hf)} give shape {tuple(value.shape)}, but {name} needs "
-                f"{tuple(parameter.shape)}; the weights do not match config.json"
-            )
-        parameter.copy_(value)
+        for hf, shape in zip(table[name].hf, hf_shapes(table[name], tensor.shape, model, config), strict=True):
+            if hf not in missing and source.spec(hf).shape != shape:
+                mis_shaped.append(f"{hf} {source.spec(hf).shape} instead of {shape}")
+    found = (("missing", missing), ("unexpected", unexpected), ("mis-shaped", mis_shaped))
+    return ", ".join(f"{what} {sorted(names)}" for what, names in found if names)
 
 
-def _local_slice(entry: Entry, tensors: list[torch.Tensor], model: HFModel, config: TransformerConfig) -> torch.Tensor:
+def hf_shapes(
+    entry: Entry, local_shape: torch.Size, model: HFModel, config: TransformerConfig
+) -> list[tuple[int, ...]]:
+    """Shapes of the full HF tensors of a parameter of which a rank holds ``local_shape``."""
+    _, size = tensor_parallel(entry)
+    shards = [torch.empty(local_shape, device="meta")] * size
+    return [tuple(tensor.shape) for tensor in hf_tensors(entry, shards, model, config)]
+
+
+def hf_tensors(
+    entry: Entry, shards: list[torch.Tensor], model: HFModel, config: TransformerConfig
+) -> list[torch.Tensor]:
+    """The full HF tensors of a parameter, without vocabulary padding, from all its tensor-parallel shards."""
+    tensors = unshard(entry.kind, shards, config)
+    return [tensor[: model.vocab_size] for tensor in tensors] if entry.kind == "vocab" else tensors
+
+
+def local_slice(entry: Entry, tensors: list[torch.Tensor], model: HFModel, config: TransformerConfig) -> torch.Tensor:
+    """What this rank holds of a parameter, from its full HF tensors."""
     if entry.kind == "vocab":
         padding = padded_vocab_size(model.vocab_size) - tensors[0].shape[0]
         tensors = [torch.nn.functional.pad(tensors[0], (0, 0, 0, padding))]
+    return shard(entry.kind, tensors, config, *tensor_parallel(entry))
+
+
+def tensor_parallel(entry: Entry) -> tuple[int, int]:
+    """Rank and size of the group over which the parameter is sharded."""
     if entry.expert:
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        size = parallel_state.get_expert_tensor_parallel_world_size()
-    else:
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-    return shard(entry.kind, tensors, config, rank, size)
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from megatron_sao.config import WeightsConfig
 from megatron_sao.distributed import all_gather_json, broadcast_json
+from megatron_sao.models.hf import HFModel
 from megatron_sao.weights.delta import DeltaSize, DeltaWriter, publish_delta, read_json, write_json
-from megatron_sao.weights.disk import bucket_file, finish_version, remove_old
+from megatron_sao.weights.disk import finish_version, remove_old, write_bucket
 from megatron_sao.weights.gather import Gatherer
 from megatron_sao.weights.verify import EngineChecksums, add_bucket
 
@@ -36,12 +37,12 @@ class Publisher:
     """Writes versions into a directory. Methods are collective over trainer ranks.
 
     Args:
-        model_path: where ``config.json`` and tokenizer come from.
+        model: its ``config.json`` and tokenizer go into a full version.
         directory: ``full/<version>/`` and ``deltas/<version>/`` go there.
     """
 
-    def __init__(self, gatherer: Gatherer, model_path: Path, settings: WeightsConfig, directory: Path) -> None:
-        self._gatherer, self._model_path, self._settings = gatherer, model_path, settings
+    def __init__(self, gatherer: Gatherer, model: HFModel, settings: WeightsConfig, directory: Path) -> None:
+        self._gatherer, self._model, self._settings = gatherer, model, settings
         self._directory = directory
         self._leads = dist.get_rank() == 0
         self._delta = DeltaWriter()
@@ -72,13 +73,13 @@ class Publisher:
             if bucket is None:
                 continue
             if new:
-                bucket_file(temporary, dist.get_rank(), number, bucket)
+                write_bucket(temporary, dist.get_rank(), number, bucket)
             if self._settings.mode == "delta":
                 self._delta.remember(number, bucket)
             add_bucket(checksums, bucket)
         dist.barrier()
         if new and self._leads:
-            finish_version(temporary, final, self._gatherer.plan, self._model_path)
+            finish_version(temporary, final, self._gatherer.plan, self._model)
             remove_old(final.parent, final)
         self._announce(final.name)
 

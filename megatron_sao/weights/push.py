@@ -59,7 +59,7 @@ class WeightPusher:
     ) -> None:
         self._gatherer, self._model, self._settings = gatherer, model, settings
         self._token, self._backend, self._dtype = token, backend, dtype
-        self.publisher = Publisher(gatherer, model.path, settings, directory)
+        self.publisher = Publisher(gatherer, model, settings, directory)
         self._rank = dist.get_rank()
         self._device = gatherer.device
         self._controls: dict[str, EngineControl] = {}  # on the leader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sao.models.mapping import global_name, shard, unshard
+from megatron_sao.models.hf import HFModel
+from megatron_sao.models.mapping import global_name, mtp_tensors, shard, unshard
 
 pytestmark = pytest.mark.unit
 
@@ -63,3 +65,15 @@ def test_unshard_inverts_shard_bit_for_bit(kind: str, size: int, bias: bool, que
 )  # fmt: skip
 def test_local_names_become_global_in_either_layers_spelling(local: str, expected: str) -> None:
     assert global_name(local, layer_offset=4, expert_offset=2) == expected
+
+
+def test_tensors_of_mtp_layers_are_those_after_the_decoders_layers_and_no_others() -> None:
+    mtp = {
+        "model.layers.12.eh_proj.weight", "model.layers.12.mlp.experts.0.up_proj.weight",
+        "model.layers.13.shared_head.norm.weight",
+    }  # fmt: skip
+    others = {"model.layers.1.mlp.gate.weight", "model.layers.11.mlp.gate.weight", "model.layers.14.mlp.gate.weight"}
+    others |= {"model.norm.weight", "lm_head.weight"}
+    model = HFModel(Path(), {"num_hidden_layers": 12, "num_nextn_predict_layers": 2}, "glm4_moe")
+    assert mtp_tensors(model, mtp | others) == mtp
+    assert mtp_tensors(HFModel(Path(), {"num_hidden_layers": 12}, "qwen3_moe"), mtp | others) == set()

@@ -23,7 +23,8 @@ def sha(tensor: torch.Tensor) -> str:
 
 
 def model(kv_heads: int = 2) -> HFModel:
-    raw = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads, "n_routed_experts": 2}
+    raw = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    raw |= {"n_routed_experts": 2, "num_experts_per_tok": 2}
     return HFModel(Path("unused"), raw, "glm4_moe")
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from megatron_sao.models.hf import HFModel
 from megatron_sao.models.mapping import Entry
 from megatron_sao.weights.delta import (
     DeltaRefused,
@@ -22,8 +23,9 @@ from megatron_sao.weights.delta import (
     read_json,
     write_json,
 )
-from megatron_sao.weights.disk import DiskError, bucket_file, check_version, finish_version, remove_old
+from megatron_sao.weights.disk import check_version, finish_version, remove_old, write_bucket
 from megatron_sao.weights.gather import Bucket
+from megatron_sao.weights.hf_files import WeightError
 from megatron_sao.weights.reshard import Layout, Plan, Weight, build_plan
 
 pytestmark = pytest.mark.unit
@@ -55,8 +57,8 @@ def write_full(root: Path, version: str, buckets: list[Bucket]) -> Path:
     temporary, final = root / "full" / f"{version}.tmp", root / "full" / version
     temporary.mkdir(parents=True)
     for number, bucket in enumerate(buckets):
-        bucket_file(temporary, 0, number, bucket)
-    finish_version(temporary, final, make_plan(), model)
+        write_bucket(temporary, 0, number, bucket)
+    finish_version(temporary, final, make_plan(), HFModel(model, {"dtype": "float32"}, "llama"))
     return final
 
 
@@ -75,7 +77,8 @@ def assert_holds(directory: Path, buckets: list[Bucket]) -> None:
 def test_a_version_directory_holds_the_tensors_the_config_and_an_index(tmp_path: Path) -> None:
     final = write_full(tmp_path, "1.1", make_buckets(0))
     assert_holds(final, make_buckets(0))
-    assert (final / "config.json").exists() and not final.with_name("1.1.tmp").exists()
+    assert json.loads((final / "config.json").read_text()) == {"dtype": "bfloat16"}
+    assert not final.with_name("1.1.tmp").exists()
     index = json.loads((final / "model.safetensors.index.json").read_text())["weight_map"]
     for name, file in index.items():
         assert name in load_file(final / file)
@@ -84,20 +87,20 @@ def test_a_version_directory_holds_the_tensors_the_config_and_an_index(tmp_path:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda path: path.unlink(), r"missing \['model-00000-00001.safetensors'\]"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has .* bytes instead of"),
-        (lambda path: path.write_bytes(b"\xff" * 20), "is truncated"),
-        (lambda path: path.write_bytes(path.read_bytes().replace(b"[3]", b"[1]")), "model.norm.weight is"),
+        (lambda path: path.unlink(), "cannot read .*model-00000-00001.safetensors"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has .* bytes, but its header describes"),
+        (lambda path: path.write_bytes(b"\xff" * 20), "it is cut short"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"F32", b"I32")), "model.norm.weight is .*int32"),
         (
             lambda path: path.write_bytes(path.read_bytes().replace(b"norm.w", b"worm.w")),
-            "model.norm.weight is missing",
+            "does not list what the files hold",
         ),
     ],
 )
 def test_a_directory_that_sglang_would_take_silently_is_refused_by_name(damage, sentence: str, tmp_path: Path) -> None:
     final = write_full(tmp_path, "1.1", make_buckets(0))
     damage(final / "model-00000-00001.safetensors")
-    with pytest.raises(DiskError, match=sentence):
+    with pytest.raises(WeightError, match=sentence):
         check_version(final, make_plan())
 
 

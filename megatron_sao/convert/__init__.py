@@ -1,0 +1,1 @@
+"""Between Hugging Face directories and Megatron checkpoints, and the proof that both are the same model."""

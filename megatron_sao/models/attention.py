@@ -1,0 +1,133 @@
+"""Attention over packed sequences on any device: torch's scaled dot products and Megatron's rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import attention, multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_sao.data.packing import context_positions, in_pack_order
+
+
+class PackedSDPA(MegatronModule):
+    """Causal attention over packed sequences with torch's scaled_dot_product_attention, one call per sequence.
+
+    Takes query ``[tokens, heads, dim]`` and key/value ``[tokens, kv_heads, dim]`` with ``cu_seqlens`` in
+    ``packed_seq_params`` and returns ``[tokens, heads * dim]``. Under context parallelism the tokens are this rank's
+    (data/packing.py), ``cu_seqlens`` is the whole pack's, and keys and values are gathered from all ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale, self.context_group = softmax_scale, pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        masks: Sequence[torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        """``masks``: per run of queries (:func:`query_runs`) which keys each sees, bool ``[queries, keys]``, or None
+        for all up to its own position."""
+        query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
+        dims = key.size(-1), value.size(-1)
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        key, value = gather_context(torch.cat([key, value], -1), cu_seqlens, self.context_group).split(dims, -1)
+        runs = query_runs(cu_seqlens, self.context_group)
+        queries = query.split([length for length, _, _ in runs])
+        parts = [
+            self._attend(q, key[start:end], value[start:end], mask)
+            for q, (_, start, end), mask in zip(queries, runs, masks or [None] * len(runs), strict=True)
+        ]
+        return torch.cat(parts).flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attention of a sequence's last queries, the last of which sees every key."""
+        causal = mask is None and query.size(0) == key.size(0)
+        if mask is None and not causal:
+            mask = causal_lower_right(query.size(0), key.size(0))
+        return F.scaled_dot_product_attention(
+            *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
+            attn_mask=mask,
+            is_causal=causal,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )[0].transpose(0, 1)
+
+
+def query_runs(cu_seqlens: torch.Tensor, context_group: torch.distributed.ProcessGroup) -> list[tuple[int, int, int]]:
+    """For each run of consecutive queries of this context-parallel rank: their number, and start and end in the pack
+    of what the last of them sees."""
+    rank, size = context_group.rank(), context_group.size()
+    if size == 1:
+        return [(end - start, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    runs = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        length = (end - start) // (2 * size)
+        runs += [(length, start, start + (index + 1) * length) for index in (rank, 2 * size - 1 - rank)]
+    return runs
+
+
+def gather_context(
+    local: torch.Tensor, cu_seqlens: torch.Tensor, context_group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
+    """The whole pack's tokens ``[T, …]`` in its order from this context-parallel rank's. Collective over these ranks;
+    backward, it sums what the queries of all of them contribute."""
+    if context_group.size() == 1:
+        return local
+    return in_pack_order(
+        gather_from_sequence_parallel_region(local, group=context_group), cu_seqlens, context_group.size()
+    )
+
+
+def apply_packed_rotary(
+    tensor: torch.Tensor,
+    freqs: torch.Tensor,
+    config: TransformerConfig,
+    cu_seqlens: torch.Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Megatron's ``apply_rotary_pos_emb`` for all packed sequences at once: tensor ``[tokens, heads, dim]``, freqs
+    ``[positions, 1, 1, rotated]``."""
+    if cu_seqlens is None or cp_group is None or config.apply_rope_fusion:
+        return apply_rotary_pos_emb(tensor, freqs, config, cu_seqlens, mscale, cp_group, **options)
+    _, positions = context_positions(cu_seqlens, cp_group.rank(), cp_group.size())
+    rotated = apply_rotary_pos_emb(tensor.unsqueeze(1), freqs[positions], config, None, mscale, cp_group, **options)
+    return rotated.squeeze(1)
+
+
+def vectorise_packed_rotary() -> None:
+    """Rotate all packed sequences at once. Unfused, upstream loops over them in Python, forward and backward: a third
+    of a step for short sequences. The arithmetic is the same."""
+    attention.apply_rotary_pos_emb = multi_latent_attention.apply_rotary_pos_emb = apply_packed_rotary
