@@ -16,6 +16,7 @@ COMMANDS = {
     "buffer": "the trajectory buffer",
     "rollout": "one rollout worker",
     "engine": "one SGLang server and its sidecar",
+    "plan": "what each rank of a run would hold, and whether it fits, without a GPU",
     "eval": "held-out success of a model",
     "doctor": "whether this machine can run the system",
 }
@@ -47,6 +48,11 @@ def _call(arguments: argparse.Namespace, config: object) -> int:
         from megatron_sao import doctor
 
         return doctor.main(config, serve=arguments.serve)
+    if arguments.command == "plan":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch: it builds models without memory, on no device
+        from megatron_sao.plan import main as plan
+
+        return plan.main(config, arguments.gpus, arguments.json)
     run_dir = arguments.run_dir or Path("runs") / config.name
     if arguments.command == "run":
         from megatron_sao.launch import local
@@ -85,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--set", action="append", default=[], metavar="A.B=C", help="override a field of the config; repeatable"
         )
-        if name != "doctor":
+        if name not in ("doctor", "plan"):
             command.add_argument("--run-dir", type=Path, help="where everything is written (default: runs/NAME)")
     commands["train"].add_argument("--batches", type=Path, help="train on recorded batches, without any other process")
     commands["buffer"].add_argument("--host", help="default: buffer.host")
@@ -96,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     commands["eval"].add_argument("--hf-dir", type=Path, help="model to evaluate (default: model.path)")
     commands["eval"].add_argument("--engine-url", action="append", default=[], help="a running server; repeatable")
     commands["eval"].add_argument("--prompts", type=int, help="default: eval.prompts")
+    commands["plan"].add_argument("--gpus", type=int, metavar="N", help="trainer ranks (default: parallel.world_size)")
+    commands["plan"].add_argument("--json", action="store_true", help="JSON on stdout, sizes in bytes")
     commands["doctor"].add_argument("--serve", action="store_true", help="start a real SGLang server on a tiny model")
     return parser
 

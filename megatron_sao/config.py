@@ -276,6 +276,14 @@ class CheckpointConfig(Section):
     asynchronous: bool = False  # written while training goes on, from a second copy of the state in host memory
 
 
+class ClusterConfig(Section):
+    """The trainer's nodes, which ``megatron-sao plan`` holds a run against; how many GPUs of each it uses is
+    ``parallel.nproc_per_node``."""
+
+    gpu_memory_gb: float = Field(80.0, gt=0)  # of one GPU, in 10^9 bytes
+    host_memory_gb: float = Field(1000.0, gt=0)  # of one node
+
+
 class RunConfig(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     seed: int = 0
@@ -293,6 +301,7 @@ class RunConfig(Section):
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
@@ -397,6 +406,14 @@ def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {_sentence(problem)}" for problem in error.errors())) from None
+
+
+def override_config(config: RunConfig, overrides: list[str]) -> RunConfig:
+    """``config`` with ``"section.field=value"`` strings applied; see :func:`load_config` for the errors."""
+    raw = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_config(raw, "the config with " + " ".join(overrides))
 
 
 def dump_config(config: RunConfig) -> str:

@@ -45,7 +45,7 @@ def start_backend(device: Literal["auto", "cpu", "cuda"], layers: Literal["nativ
             raise ConfigError("model.layers = 'transformer_engine' needs CUDA; use model.layers=native on a CPU")
         from megatron_sao.models.cpu import adapt_megatron
 
-        adapt_megatron()
+        adapt_megatron(torch.device("cpu"))
     bind_adam()
     if layers == "native":
         from megatron_sao.models.spec import prepare_native_layers

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-_CPU = torch.device("cpu")
-
 # Modules that pass device='cuda' or pin_memory=True literally to tensor factories.
 _MODULES_WITH_CUDA_LITERALS = (
     "pipeline_parallel.schedules",
@@ -61,34 +59,39 @@ class _Event:
 
 
 class _TypeName(str):
-    """``Tensor.type()`` of a CPU tensor that also equals the CUDA spelling Megatron compares it with."""
+    """``Tensor.type()``, e.g. ``torch.FloatTensor`` or ``torch.meta.FloatTensor``, that also equals the CUDA spelling
+    Megatron compares it with."""
 
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) or "torch.cuda." + self.removeprefix("torch.") == other
+        return str.__eq__(self, other) or "torch.cuda." + self.rpartition(".")[2] == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
 
-def adapt_megatron() -> None:
-    """Install every adaptation. Raises RuntimeError where CUDA is available: there nothing may be stubbed."""
+def adapt_megatron(device: torch.device) -> None:
+    """Install every adaptation. Raises RuntimeError where CUDA is available: there nothing may be stubbed.
+
+    Args:
+        device: what Megatron is to take for its CUDA device: ``cpu``, or ``meta`` to build models without memory.
+    """
     if torch.cuda.is_available():
         raise RuntimeError("the CPU adaptations must not be installed on a machine with CUDA; set model.device=cuda")
     torch.compiler.set_stance("force_eager")  # compiling the jit-fused helpers costs 20 s and gains nothing here
-    _stub_torch_cuda()
-    _map_cuda_literals()
+    _stub_torch_cuda(device)
+    _map_cuda_literals(device)
     _accept_cpu_tensor_types()
     _bind_rng_state()
     _keep_token_counts_as_numpy()
     _write_checkpoints_in_process()
 
 
-def _stub_torch_cuda() -> None:
+def _stub_torch_cuda(device: torch.device) -> None:
     stream = _Stream()
     stubs: dict[str, Any] = {
-        "current_device": lambda: _CPU,
+        "current_device": lambda: device,
         "set_device": lambda _device: None,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
@@ -108,20 +111,20 @@ def _stub_torch_cuda() -> None:
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
 
-def _map_cuda_literals() -> None:
+def _map_cuda_literals(device: torch.device) -> None:
     proxy = types.ModuleType("torch")
     proxy.__getattr__ = lambda name: getattr(torch, name)
     for name in _FACTORIES:
-        setattr(proxy, name, _on_cpu(getattr(torch, name)))
+        setattr(proxy, name, _on(device, getattr(torch, name)))
     for name in _MODULES_WITH_CUDA_LITERALS:
         importlib.import_module(f"megatron.core.{name}").torch = proxy
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = _CPU
+            kwargs["device"] = device
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)

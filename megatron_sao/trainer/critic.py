@@ -23,17 +23,20 @@ def freeze_critic(chunks: list[GPTModel], trainable: list[str]) -> None:
         ConfigError: on no rank does a single parameter match, so the patterns do not fit the model. Collective, since
             a pipeline stage may well hold none.
     """
+    anywhere = [freeze_all_but(chunks, trainable)]
+    if dist.is_initialized():
+        anywhere = all_gather_json(anywhere[0], next(chunks[0].parameters()).device)
+    if not any(anywhere):
+        raise ConfigError(f"algorithm.critic_trainable = {trainable}: no parameter of the critic matches")
+
+
+def freeze_all_but(chunks: list[GPTModel], trainable: list[str]) -> bool:
+    """What :func:`freeze_critic` does to this rank's parameters. Returns whether any of them trains."""
     patterns = [re.compile(pattern) for pattern in trainable]
-    matches = [False]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(any(pattern.search(name) for pattern in patterns))
-            matches.append(parameter.requires_grad)
-    anywhere = [any(matches)]
-    if dist.is_initialized():
-        anywhere = all_gather_json(any(matches), next(chunks[0].parameters()).device)
-    if not any(anywhere):
-        raise ConfigError(f"algorithm.critic_trainable = {trainable}: no parameter of the critic matches")
+    return any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters())
 
 
 class Critic:

@@ -8,10 +8,12 @@ import pytest
 
 from tests.distributed.layout_table import LAYOUT_TABLE
 from tests.distributed.offline import write_batches
+from tests.distributed.parity_table import write_parity_table
 from tests.tiny_models import write_glm4_moe, write_llama, write_qwen3
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    write_parity_table(terminalreporter, config)
     if not (rows := config.stash.get(LAYOUT_TABLE, [])):
         return
     terminalreporter.section("largest relative difference from a single rank")

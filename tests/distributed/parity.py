@@ -112,10 +112,11 @@ def packed(token_ids: list[torch.Tensor], multiple: int, device: torch.device) -
 
 
 @torch.no_grad()
-def logits(path: Path, parallel: ParallelConfig, device: torch.device) -> torch.Tensor | None:
+def logits(
+    model: HFModel, chunks: list[GPTModel], parallel: ParallelConfig, device: torch.device
+) -> torch.Tensor | None:
     """``[tokens, vocabulary]`` of all sequences, on the ranks of the last pipeline stage; every data-parallel rank
     computes them."""
-    model, _, chunks = build(path, parallel)
     token_ids = sequences(model.vocab_size)
     batch = packed(token_ids, parallel.tp, device)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megatron_sao.models.build import build_critic, copy_backbone
 from megatron_sao.trainer.trainable import forward_kwargs
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.load import HFTensors, WeightError
+from tests.distributed.gradients import SGD, assert_same, mixed_batch, rounding, step_and_change
 from tests.distributed.parity import (
     TOLERANCE,
     VARIANTS,
@@ -25,6 +28,8 @@ from tests.distributed.parity import (
     reference_logits,
     sequences,
 )
+from tests.distributed.parity_table import PARITY_TABLE
+from tests.distributed.walk_models import STEPS, walks
 
 pytestmark = pytest.mark.distributed
 
@@ -42,10 +47,54 @@ def expected(models: dict[str, Path]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_packed_logits_equal_those_of_transformers(
-    name: str, world: Backend, models: dict[str, Path], expected: dict[str, torch.Tensor]
+    name: str,
+    world: Backend,
+    models: dict[str, Path],
+    expected: dict[str, torch.Tensor],
+    pytestconfig: pytest.Config,
 ) -> None:
     assert expected[name].abs().max() > 1
-    assert difference(logits(models[name], ParallelConfig(), world.device), expected[name]) <= TOLERANCE
+    model, _, chunks = build(models[name], ParallelConfig())
+    found = difference(logits(model, chunks, ParallelConfig(), world.device), expected[name])
+    pytestconfig.stash.setdefault(PARITY_TABLE, {}).setdefault(name, {})["one rank"] = found
+    assert found <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def walked(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one torchrun leaves behind that walks through all models and layouts of two ranks."""
+    out = tmp_path_factory.mktemp("walked")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    walk = [*torchrun, "-m", "tests.distributed.walk_models", str(models["glm4_moe"].parent), str(out)]
+    done = subprocess.run(walk, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.mark.timeout(300)
+def test_logits_and_exported_weights_of_two_ranks_equal_them_too(
+    models: dict[str, Path], expected: dict[str, torch.Tensor], walked: Path, pytestconfig: pytest.Config
+) -> None:
+    table = pytestconfig.stash.setdefault(PARITY_TABLE, {})
+    for layout, name in walks():
+        found = difference(torch.load(walked / f"{layout}-{name}.pt", weights_only=True), expected[name])
+        table.setdefault(name, {})[layout.split()[0]] = found
+        assert found <= TOLERANCE, (layout, name)
+        exported, source = load_file(walked / f"{layout}-{name}.safetensors"), HFTensors(models[name])
+        assert exported.keys() == source.names()
+        assert all(torch.equal(tensor, source[tensor_name]) for tensor_name, tensor in exported.items()), (layout, name)
+
+
+@pytest.mark.timeout(300)
+def test_a_step_of_latent_attention_on_two_ranks_equals_that_of_one(
+    world: Backend, models: dict[str, Path], walked: Path, tmp_path: Path
+) -> None:
+    """Metrics, and of every parameter of policy and critic gradient and change."""
+    single = {name: step_and_change(models[name], mixed_batch(), tmp_path / name, world, SGD) for name in STEPS}
+    for name, layouts in STEPS.items():
+        for layout in layouts:
+            result = torch.load(walked / f"{layout}-{name}-step.pt", weights_only=True)
+            assert_same(result, single[name], tolerance=1e-5, rounding=rounding(models[name]))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
