@@ -143,6 +143,7 @@ class SourceLink:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="push")
         self._group: dist.ProcessGroup | None = None
         self.group_name = ""
+        self.transfer_seconds = self.load_seconds = 0.0  # of all buckets: until broadcast, and until then loaded
 
     def connect(self) -> None:
         """Form the group, if there is none yet. Raises PushError or a torch.distributed error."""
@@ -184,13 +185,17 @@ class SourceLink:
             load_format="flattened_bucket",
             flush_cache=False,
         )
+        started = time.monotonic()
         work = dist.broadcast(bucket.data, 0, group=self._group, async_op=True)
         while not work.is_completed():
             if received.done():
                 received.result()  # raises where the engine refused, and so takes no part in the broadcast
             time.sleep(POLL_SECONDS)
         work.wait()
+        transferred = time.monotonic()
         received.result()
+        self.transfer_seconds += transferred - started
+        self.load_seconds += time.monotonic() - transferred
 
     def close(self) -> None:
         """Leave the group, as far as the engine still answers. Does not wait: a broadcast that the engine does not

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -68,7 +69,9 @@ class WeightPusher:
         self._pushes = 0
         if settings.verify_every:
             EngineChecksums(model, 1, dtype)  # raises where the model cannot be verified
-        self.times: dict[str, float] = {}  # seconds of the parts of the last push
+        # Of the last push, in seconds. On the leader "stall" is how long the slowest engine generated nothing.
+        self.times: dict[str, float] = {}
+        self._paused: dict[str, float] = {}
 
     def push(self, receivers: list[Receiver], version: str) -> dict[str, str]:
         """Send the current weights to ``receivers`` (the leader's count) as ``version``.
@@ -85,7 +88,7 @@ class WeightPusher:
             return {}
         due = self._settings.verify_every > 0 and self._pushes % self._settings.verify_every == 0
         self._pushes += 1
-        self.times = {}
+        self.times, self._paused = {}, {}
         checksums = [EngineChecksums(self._model, tp, self._dtype) for tp in sorted({r.tp for r in receivers}) if due]
         self._forget(receivers)
         failed = self._agree(self._each(receivers, {}, self._contact) if self._rank == 0 else {})
@@ -95,6 +98,7 @@ class WeightPusher:
             failed, conclude = self._publish(receivers, failed, version, checksums)
         expected = self._expected(checksums)
         wrong: dict[str, list[str]] = {}
+        stalls: list[float] = []
 
         def finish(receiver: Receiver) -> None:
             conclude(receiver)
@@ -103,16 +107,20 @@ class WeightPusher:
                 wrong[receiver.url] = differences(expected[receiver.tp], control.checksums())
             if not wrong.get(receiver.url):
                 control.resume()
+                stalls.append(time.monotonic() - self._paused[receiver.key])
 
         if self._rank == 0:
-            started = time.monotonic()
             failed |= self._each(receivers, failed, finish)
-            self.times["finish"] = time.monotonic() - started
+            self.times["stall"] = max(stalls, default=0.0)
         failed, wrong = broadcast_json([failed, wrong], self._device)
         self._abandon(receivers, failed, wrong)
         if any(wrong.values()):
             raise WeightMismatch(_mismatch(version, wrong))
         return failed
+
+    def link(self, key: str) -> SourceLink | None:
+        """This rank's group with an engine, for its times."""
+        return self._links.get(key)
 
     def close(self) -> None:
         for key in list(self._controls):
@@ -124,19 +132,21 @@ class WeightPusher:
     def _send(
         self, receivers: list[Receiver], failed: dict[str, str], version: str, checksums: list[EngineChecksums]
     ) -> tuple[dict[str, str], Callable[[Receiver], None]]:
-        """Broadcast every bucket to every engine. The leader has to label and end the update."""
+        """Broadcast every bucket to every engine, which pauses only when the first is ready. The leader then has to
+        label and end the update."""
         if self._gatherer.is_source:
             failed = failed | self._each(receivers, failed, lambda r: self._links[r.key].connect())
         failed = self._agree(failed)
 
         def begin(receiver: Receiver) -> None:
-            self._controls[receiver.key].pause(self._settings.pause)
+            self._pause(receiver)
             self._controls[receiver.key].begin()
 
+        buckets = self._gatherer.buckets()
+        first = next(buckets)
         failed = self._agree(failed | (self._each(receivers, failed, begin) if self._rank == 0 else {}))
         started = time.monotonic()
-
-        for bucket in self._gatherer.buckets():
+        for bucket in chain([first], buckets):
             if bucket is None:
                 continue
             sending = {
@@ -164,11 +174,14 @@ class WeightPusher:
         self.times["write"] = time.monotonic() - started
 
         def conclude(receiver: Receiver) -> None:
-            control = self._controls[receiver.key]
-            control.pause(self._settings.pause)
-            control.load(paths[receiver.key], version, self._settings.pause == "retract")
+            self._pause(receiver)
+            self._controls[receiver.key].load(paths[receiver.key], version, self._settings.pause == "retract")
 
         return failed, conclude
+
+    def _pause(self, receiver: Receiver) -> None:
+        self._paused[receiver.key] = time.monotonic()
+        self._controls[receiver.key].pause(self._settings.pause)
 
     def _expected(self, checksums: list[EngineChecksums]) -> dict[int, list[dict[str, str]]]:
         """By tensor-parallel size what an engine of that size must report, put together from all sources."""
