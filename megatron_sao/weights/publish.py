@@ -68,7 +68,7 @@ class Publisher:
     def _write_full(self, final: Path, checksums: list[EngineChecksums]) -> None:
         """A full version directory, unless it is there already: an engine that joins late loads the same."""
         new = broadcast_json(not final.exists(), self._gatherer.device)
-        temporary = self._begin(final)
+        temporary = self._begin(final, new)
         for number, bucket in enumerate(self._gatherer.buckets()):
             if bucket is None:
                 continue
@@ -86,15 +86,16 @@ class Publisher:
     def _write_delta(self, version: str, checksums: list[EngineChecksums]) -> None:
         """What has changed since the last version; nothing where this one is published already."""
         base, final = self._delta.version, self._directory / "deltas" / version
-        temporary = self._begin(final)
+        new = base != version
+        temporary = self._begin(final, new)
         size = DeltaSize()
         for number, bucket in enumerate(self._gatherer.buckets()):
             if bucket is not None:
-                if base != version:
+                if new:
                     size += self._delta.write(temporary, dist.get_rank(), number, bucket)
                 add_bucket(checksums, bucket)
         dist.barrier()
-        if base == version:
+        if not new:
             return
         if self._leads:
             publish_delta(temporary, final, base)
@@ -102,9 +103,10 @@ class Publisher:
         self.delta_size = sum((DeltaSize(*part) for part in sizes), DeltaSize())
         self._announce(version)
 
-    def _begin(self, final: Path) -> Path:
+    def _begin(self, final: Path, new: bool) -> Path:
+        """Where to write what will be called ``final``; made where that is ``new``."""
         temporary = final.with_name(final.name + ".tmp")
-        if self._leads:
+        if new and self._leads:
             temporary.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         return temporary
