@@ -83,8 +83,8 @@ class EngineControl:
 
     def checksums(self) -> list[dict[str, str]]:
         """Checksum by tensor name of every tensor-parallel rank, in rank order."""
-        ranks = self.call("/weights_checker", action="checksum")["ranks"]
-        placed = {_tp_rank(entry["parallelism_info"]): entry["checksums"] for entry in ranks}
+        ranks = self.call("/weights_checker", action="checksum", selector="target")["ranks"]
+        placed = {entry["parallelism_info"][0]["tp_rank"]: entry["checksums"] for entry in ranks}
         return [placed[rank] for rank in sorted(placed)]
 
     def resume(self) -> None:
@@ -121,11 +121,6 @@ class EngineControl:
 
     def close(self) -> None:
         self._http.close()
-
-
-def _tp_rank(info: Any) -> int:
-    """SGLang reports one entry per model runner; the first is that of the served model, without drafts."""
-    return (info[0] if isinstance(info, list) else info)["tp_rank"]
 
 
 class SourceLink:
