@@ -57,9 +57,10 @@ class PackedSDPA(MegatronModule):
         """``masks``: per run of queries (:func:`query_runs`) which keys each sees, bool ``[queries, keys]``, or None
         for all up to its own position."""
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
-        dims = key.size(-1), value.size(-1)
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        key, value = gather_context(torch.cat([key, value], -1), cu_seqlens, self.context_group).split(dims, -1)
+        if self.context_group.size() > 1:
+            dims = key.size(-1), value.size(-1)
+            key, value = gather_context(torch.cat([key, value], -1), cu_seqlens, self.context_group).split(dims, -1)
         runs = query_runs(cu_seqlens, self.context_group)
         queries = query.split([length for length, _, _ in runs])
         parts = [

@@ -154,11 +154,11 @@ def _check_quantization(quantization: dict[str, Any] | None, path: Path) -> None
 def transformer_config(model: HFModel, settings: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """The Megatron config of ``model`` under the given layout. Weights are never randomly trusted: they are loaded.
 
-    Raises:
-        ConfigError: the layout does not suit the model.
-
     There is no auxiliary load-balancing loss, whatever ``router_aux_loss_coef`` says: it belongs to pretraining, and in
     RL its gradient would compete with the policy's. The load is logged instead (``moe/load_max``).
+
+    Raises:
+        ConfigError: the layout does not suit the model.
     """
     raw, dtype = model.raw, _DTYPES[settings.dtype]
     kwargs: dict[str, Any] = {

@@ -11,7 +11,9 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-LATENT_NORM_EPSILON = 1e-6  # whatever the config's rms_norm_eps: the published implementations never pass it on
+# As in transformers, whatever the config says. SGLang and Megatron's Transformer Engine layers take rms_norm_eps, which
+# is 1e-5 for GLM-5: far below a latent's variance either way.
+LATENT_NORM_EPSILON = 1e-6
 
 
 class DuplicatedLinear(torch.nn.Linear):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import ModelConfig, ParallelConfig
 from megatron_sao.models.backend import Backend
@@ -17,8 +18,9 @@ from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.metrics import Stopwatch
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.weights.load import HFTensors
-from tests.distributed.gradients import mixed_batch, trainables
+from tests.distributed.gradients import assert_same, mixed_batch, one_step, trainables
 from tests.distributed.offline import offline_config, write_batches
+from tests.distributed.parity import build
 from tests.tiny_models import write_glm_moe_dsa
 
 pytestmark = pytest.mark.distributed
@@ -73,6 +75,19 @@ def test_a_sequence_no_longer_than_the_choice_is_left_to_causal_attention(indexe
     assert indexer._choose(queries, keys, weights) is None
 
 
+def test_norms_of_the_latents_and_of_the_indexers_keys_have_the_epsilon_of_transformers(
+    world: Backend, model: Path
+) -> None:
+    """Which tiny models are too coarse to tell, since their variances are large."""
+    _, _, chunks = build(model, ParallelConfig())
+    ours = chunks[0].decoder.layers[0].self_attention
+    theirs = AutoModelForCausalLM.from_pretrained(model).model.layers[0].self_attn
+    assert ours.config.layernorm_epsilon == 1e-5
+    assert ours.q_layernorm.eps == theirs.q_a_layernorm.variance_epsilon
+    assert ours.kv_layernorm.eps == theirs.kv_a_layernorm.variance_epsilon
+    assert ours.core_attention.indexer.k_norm.eps == theirs.indexer.k_norm.eps
+
+
 def test_no_indexer_has_gradient_optimizer_state_or_step_even_where_the_whole_critic_trains(
     world: Backend, model: Path, tmp_path: Path
 ) -> None:
@@ -122,3 +137,12 @@ def test_a_layer_that_shares_has_no_indexer_and_its_choice_is_made_once(
     sao_step(run, 0, mixed_batch(), Stopwatch())  # one micro-batch, of which every layer runs twice
     for core in cores:
         assert calls.count(core.indexer) == (core.indexer is not None)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_step_with_recomputed_layers_is_the_same_bit_for_bit(
+    recompute: str, world: Backend, model: Path, tmp_path: Path
+) -> None:
+    kept = one_step(model, mixed_batch(), tmp_path / "kept", world)
+    sections = {"model": {"path": str(model), "recompute": recompute}}
+    assert_same(one_step(model, mixed_batch(), tmp_path / "recomputed", world, **sections), kept, tolerance=0)

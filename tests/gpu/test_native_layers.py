@@ -25,7 +25,7 @@ def world():
     stop_runtime()
 
 
-@pytest.mark.parametrize("write", ["write_glm4_moe", "write_llama"])
+@pytest.mark.parametrize("write", ["write_glm4_moe", "write_llama", "write_deepseek_v3", "write_glm_moe_dsa"])
 def test_logits_on_cuda_equal_those_of_transformers_on_the_cpu(write: str, world, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
