@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,15 @@ from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.models.mapping import Entry, entries
 from megatron_sao.trainer.checkpoint import policy_checkpoint
 from megatron_sao.weights.export import exported_config, mtp_groups
-from megatron_sao.weights.fp8 import FP8, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantisable, quantise, scale_shape
+from megatron_sao.weights.fp8 import (
+    FP8,
+    QUANTIZATION_CONFIG,
+    SCALE_SUFFIX,
+    is_quantisable,
+    quantise,
+    scale_shape,
+    unquantised_modules,
+)
 from megatron_sao.weights.hf_files import (
     Group,
     HFTensors,
@@ -93,7 +101,7 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
     dist.barrier()
     if dist.get_rank() == 0:
         write_index(staging.directory, shards)
-        copy_companions(original.directory, staging.directory, _config(original.model, dtype))
+        copy_companions(original.directory, staging.directory, _config(original, dtype))
         staging.publish()
     dist.barrier()
 
@@ -159,7 +167,10 @@ def _dtype_rule(original: Original, dtype: Format) -> Callable[[TensorSpec], tor
             return original.dtypes[spec.name]
         if spec.name.endswith("e_score_correction_bias") or dtype == "float32":
             return torch.float32  # it decides between experts whose scores are close
-        quantised = dtype == "fp8" and len(spec.shape) == 2 and is_quantisable(spec.name)
+        if dtype == "fp8" and original.model.fp8_block:
+            quantised = original.dtypes[spec.name] == FP8
+        else:
+            quantised = dtype == "fp8" and len(spec.shape) == 2 and is_quantisable(spec.name)
         return FP8 if quantised else torch.bfloat16
 
     return rule
@@ -190,8 +201,11 @@ def _cast(
     return Group(tuple(specs), read)
 
 
-def _config(model: HFModel, dtype: Format) -> dict | None:
+def _config(original: Original, dtype: Format) -> dict[str, Any] | None:
     """What config.json says of the export, None where it is the original's."""
     if dtype == "source":
         return None
-    return exported_config(model.raw, FP8 if dtype == "fp8" else getattr(torch, dtype))
+    config = exported_config(original.model.raw, FP8 if dtype == "fp8" else getattr(torch, dtype))
+    if dtype == "fp8" and not original.model.fp8_block and (kept := unquantised_modules(original.dtypes)):
+        config["quantization_config"] |= {"modules_to_not_convert": ["lm_head", *kept]}
+    return config

@@ -110,7 +110,7 @@ def exported_config(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any] |
     config = {key: value for key, value in raw.items() if key != "quantization_config"}
     config[field] = _dtype_name(torch.bfloat16 if dtype == FP8 else dtype)
     if dtype == FP8:
-        config["quantization_config"] = raw.get("quantization_config", QUANTIZATION_CONFIG)
+        config["quantization_config"] = dict(raw.get("quantization_config") or QUANTIZATION_CONFIG)
     return None if config == raw else config
 
 

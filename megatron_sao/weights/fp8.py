@@ -7,6 +7,7 @@ its codes times the scale of their block. Blocks at the lower and right edge may
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import torch
 
@@ -32,6 +33,11 @@ class FP8Error(ValueError):
 def is_quantisable(name: str) -> bool:
     """Whether a tensor of this HF name is stored in FP8 by checkpoints that are."""
     return bool(_QUANTISABLE.search(name)) and not _KEPT.search(name)
+
+
+def unquantised_modules(names: Iterable[str]) -> list[str]:
+    """Linear layers that a loader would take for quantised ones unless ``modules_to_not_convert`` names them."""
+    return sorted(name.removesuffix(".weight") for name in names if _KEPT.search(name))
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
