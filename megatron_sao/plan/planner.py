@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import batched
 
 from megatron_sao.config import RunConfig
-from megatron_sao.models.hf import HFModel, read_hf_model, transformer_config
+from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.plan.activations import activations
 from megatron_sao.plan.coverage import Coverage, Holdings, coverage
 from megatron_sao.plan.layout import check_layout
@@ -18,6 +18,7 @@ from megatron_sao.plan.simulate import (
     Place,
     SimulatedModel,
     State,
+    native_config,
     simulated_policy,
     simulated_rank,
     simulated_state,
@@ -58,7 +59,7 @@ def make_plan(config: RunConfig) -> Plan:
     """
     model = read_hf_model(config.model.path)
     check_layout(config, model)
-    megatron = transformer_config(model, config.model, config.parallel)
+    megatron = native_config(config, model)
     on_disk = tensors_on_disk(config.model.path)
     holdings = Holdings(model, megatron)
     ranks: list[RankPlan] = []
@@ -111,7 +112,7 @@ def host_memory(config: RunConfig, ranks: list[RankPlan]) -> list[int]:
 def _memory(
     config: RunConfig, model: HFModel, place: Place, policy: SimulatedModel, states: dict[str, State], sends: bool
 ) -> RankMemory:
-    megatron = transformer_config(model, config.model, config.parallel)
+    megatron = native_config(config, model)
     acts = activations(config, model, megatron, place.pp, policy)
     largest = max(model.vocab_size, model.raw["intermediate_size"]) * model.raw["hidden_size"]
     return rank_memory(config, policy, states, acts, largest * megatron.params_dtype.itemsize, sends)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_sao.config import ConfigError, RunConfig, override_config
-from megatron_sao.models.hf import HFModel, transformer_config
+from megatron_sao.models.hf import HFModel
 from megatron_sao.plan.layout import check_layout
 from megatron_sao.plan.planner import fits_cluster, plan_ranks
 
@@ -52,7 +52,6 @@ def _more_ranks(config: RunConfig, model: HFModel, factor: int) -> list[str]:
 def _fits(config: RunConfig, model: HFModel, worst_stage: int) -> bool:
     """Looks at the first rank of each pipeline stage, which has its largest share of everything."""
     check_layout(config, model)
-    transformer_config(model, config.model, config.parallel)
     per_stage = config.parallel.world_size // config.parallel.pp
     worst = [plan for plan, _ in plan_ranks(config, model, [worst_stage * per_stage])]
     if not fits_cluster(config, worst):

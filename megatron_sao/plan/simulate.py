@@ -23,6 +23,7 @@ from megatron_sao.models.adam import bind_adam
 from megatron_sao.models.build import build_critic, build_policy
 from megatron_sao.models.cpu import adapt_megatron
 from megatron_sao.models.hf import HFModel, transformer_config
+from megatron_sao.models.spec import prepare_native_layers
 from megatron_sao.trainer.critic import freeze_all_but
 from megatron_sao.trainer.runtime import set_layout
 from megatron_sao.trainer.trainable import Trainable
@@ -113,6 +114,7 @@ def prepare_process() -> None:
     nothing else afterwards. Raises RuntimeError where CUDA is visible."""
     adapt_megatron(META)
     bind_adam()
+    prepare_native_layers()
     create = parallel_state.create_group
 
     def create_fake(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
@@ -141,9 +143,14 @@ def simulated_rank(parallel: ParallelConfig, rank: int) -> Iterator[Place]:
         dist.destroy_process_group()
 
 
+def native_config(config: RunConfig, model: HFModel) -> TransformerConfig:
+    """The Megatron config of the layers that are built. Raises ConfigError where the layout does not suit the model."""
+    return transformer_config(model, config.model.model_copy(update={"layers": LAYERS}), config.parallel)
+
+
 def simulated_policy(config: RunConfig, model: HFModel) -> tuple[list[GPTModel], SimulatedModel]:
     """The policy of the rank that this process is at the moment."""
-    megatron = transformer_config(model, config.model, config.parallel)
+    megatron = native_config(config, model)
     with META:
         chunks = build_policy(model, megatron, LAYERS)
     tensors = [(name, tuple(tensor.shape)) for name, tensor in local_tensors(chunks, megatron)]
@@ -175,7 +182,7 @@ def simulated_state(config: RunConfig, model: HFModel, policy: list[GPTModel]) -
     stage, if the run has one."""
     states = {"policy": _state(policy, policy[0].config, config.rl.policy_optimizer, config.parallel)}
     if config.algorithm.advantage == "critic":
-        megatron = transformer_config(model, config.model, config.parallel)
+        megatron = native_config(config, model)
         with META:
             critic = build_critic(model, megatron, LAYERS, config.algorithm.value_head_bias, config.seed)
         freeze_all_but(critic, config.algorithm.critic_trainable)
