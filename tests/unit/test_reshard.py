@@ -201,6 +201,13 @@ def test_buckets_keep_their_bound_and_alignment_and_a_layers_experts_stay_with_o
         assert [t.bucket for t in mine] == sorted(t.bucket for t in mine)
 
 
+def test_a_float32_tensor_never_lies_at_an_odd_place_behind_bfloat16_ones() -> None:
+    norm = Weight(Entry("decoder.final_layernorm.weight", ("a",), "replicated"), ((3,),), torch.bfloat16)
+    bias = Weight(Entry("decoder.layers.0.mlp.router.expert_bias", ("b",), "replicated"), ((2,),), torch.float32)
+    plan = build_plan([norm, bias, norm], Layout(1, (0,)), 1000, (0,))
+    assert [(t.bucket, t.offset) for t in plan.transfers] == [(0, 0), (1, 0), (1, 8)]
+
+
 def test_the_load_is_spread_over_sources_and_replicas() -> None:
     weights = tiny_weights()
     layout = Layout(8, (0,) * 4, ep=2, experts=4)
