@@ -19,7 +19,7 @@ from megatron_sao.weights.push import WeightPusher
 from megatron_sao.weights.reshard import build_plan
 from tests.serving import TOKEN, Server
 
-BUCKET_BYTES = 64 * 1024  # several buckets even of a tiny model
+BUCKETS = 6  # or a few more
 
 
 class PolicySide:
@@ -45,8 +45,10 @@ class PolicySide:
             parameter.add_(torch.where(chosen, noise, 0.0).to(parameter.dtype))
 
     def gatherer(self) -> Gatherer:
-        plan = build_plan(self.exporter.weights, self.exporter.layout, BUCKET_BYTES, sources=(0,))
-        assert plan.rounds > 2
+        weights = self.exporter.weights
+        nbytes = sum(weight.nbytes for weight in weights) // BUCKETS
+        plan = build_plan(weights, self.exporter.layout, nbytes, sources=(0,))
+        assert plan.rounds >= BUCKETS
         return Gatherer(plan, self.chunks, self.config)
 
     def pusher(

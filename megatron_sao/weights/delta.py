@@ -57,8 +57,9 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> Change:
     changed = torch.nonzero(old.reshape(-1).view(bits) != new.reshape(-1).view(bits))[:, 0]
     blocks = -(-new.numel() // _BLOCK)
     counts = torch.bincount(changed // _BLOCK, minlength=blocks).to(torch.int32)
-    offsets = (changed % _BLOCK).to(torch.int32).view(torch.int16)[::2].contiguous()  # the lower half of each
-    return Change(counts, offsets, new.reshape(-1)[changed])
+    offsets = changed % _BLOCK
+    signed = torch.where(offsets < _BLOCK // 2, offsets, offsets - _BLOCK).to(torch.int16)  # the same 16 bits
+    return Change(counts, signed, new.reshape(-1)[changed])
 
 
 def apply(change: Change, tensor: torch.Tensor) -> None:

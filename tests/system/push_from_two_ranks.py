@@ -23,7 +23,8 @@ from megatron_sao.weights.push import WeightPusher
 from megatron_sao.weights.reshard import build_plan, spread_sources
 from tests.distributed.offline import offline_config
 from tests.serving import TOKEN
-from tests.trainer_side import BUCKET_BYTES
+
+BUCKET_BYTES = 64 * 1024
 
 
 class Mortal(Gatherer):

@@ -185,6 +185,17 @@ def test_a_copy_follows_full_versions_and_deltas_and_says_where_it_is(tmp_path: 
     assert_holds(Path(report(tmp_path)["path"]), make_buckets(2))
 
 
+def test_one_changed_element_is_a_delta_too(tmp_path: Path, copy: LocalCopy) -> None:
+    trainer, buckets = Trainer(tmp_path), make_buckets(0)
+    trainer.full("1.0", buckets)
+    copy.advance()
+    buckets[0].tensors[0][1][3, 4] = 7.0
+    trainer.delta("1.1", buckets)
+    copy.advance()
+    assert report(tmp_path)["version"] == "1.1"
+    assert_holds(tmp_path / "copies" / "engine-0", buckets)
+
+
 def test_a_delta_out_of_order_is_refused_and_changes_nothing(tmp_path: Path, copy: LocalCopy) -> None:
     trainer = Trainer(tmp_path)
     trainer.full("1.0", make_buckets(0))
