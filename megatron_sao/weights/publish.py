@@ -100,7 +100,11 @@ class Publisher:
         if self._leads:
             publish_delta(temporary, final, base)
         sizes = all_gather_json(list(vars(size).values()), self._gatherer.device)
-        self.delta_size = sum((DeltaSize(*part) for part in sizes), DeltaSize())
+        size = self.delta_size = sum((DeltaSize(*part) for part in sizes), DeltaSize())
+        log.info(
+            "delta %s: %.3f %% of the elements changed, %.2f MB for %.2f MB of weights",
+            version, 100 * size.changed / size.elements, size.nbytes / 1e6, size.full_nbytes / 1e6,
+        )  # fmt: skip
         self._announce(version)
 
     def _begin(self, final: Path, new: bool) -> Path:

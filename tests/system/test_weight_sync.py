@@ -368,6 +368,27 @@ def test_two_source_ranks_push_and_one_killed_in_the_middle_leaves_an_engine_tha
     assert_serves(second_server, "9.0", moe, tmp_path / "resumed")
 
 
+def test_the_tool_tells_what_differs_pushes_a_directory_and_verifies_it(
+    second_server: Server, moe: PolicySide, tmp_path: Path
+) -> None:
+    moe.reset()
+    moe.perturb(61)
+    directory = moe.save(tmp_path / "model")
+    moe.reset()
+    engine = ["--hf", str(directory), "--engine", second_server.engine.url, "--dtype", "float32"]
+
+    def tool(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "tools/reshard_weights.py", command, *engine, *arguments]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+    before = tool("verify")
+    assert before.returncode == 1 and "model.layers.1.mlp.experts.w13_weight" in before.stdout
+    pushed = tool("push", "--version", "9.1")
+    assert pushed.returncode == 0, pushed.stderr
+    after = tool("verify")
+    assert after.returncode == 0 and f"holds {directory}" in after.stdout, after.stdout + after.stderr
+
+
 def test_an_engine_that_is_killed_in_mid_push_is_dropped_alone(
     glm4_moe_server: Server, second_server: Server, moe: PolicySide, push: Callable[..., WeightPusher], tmp_path: Path
 ) -> None:
