@@ -237,6 +237,21 @@ class EngineConfig(Section):
     sglang: dict[str, Any] = {}
 
 
+class WeightsConfig(Section):
+    """How new weights reach the engines (docs/weights.md)."""
+
+    mode: Literal["group", "disk", "delta"] = "group"
+    directory: Path | None = None  # disk, delta: where trainer and engines both see it; None: weights/ of the run
+    local_directory: Path | None = None  # delta: for the sidecars' copies; None: inside `directory`
+    bucket_bytes: PositiveInt = 256 * 2**20  # sent at once; a source rank needs twice as much memory
+    sources_per_stage: PositiveInt = 1  # trainer ranks of each pipeline stage that send
+    pause: Literal["retract", "in_place"] = (
+        "retract"  # in_place: requests in flight keep keys and values of old weights
+    )
+    verify_every: int = Field(0, ge=0)  # pushes from one comparison of checksums to the next; 0: none
+    timeout: float = Field(300.0, gt=0)  # seconds that any one call or broadcast may take before its engine is dropped
+
+
 class BufferConfig(Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)  # 0: any free port
@@ -315,6 +330,7 @@ class RunConfig(Section):
     value: ValueConfig = ValueConfig()
     rl: RLConfig = RLConfig()
     engine: EngineConfig = EngineConfig()
+    weights: WeightsConfig = WeightsConfig()
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_sao.buffer.client import EngineInfo
 from megatron_sao.config import RunConfig, parse_config
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
+from megatron_sao.rollout.engine import INITIAL_VERSION
+from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
 
 CHARACTERS = "_0123456789+-*()=<>;A.E"  # 23; "_" is the padding
 CONTEXT = 256
@@ -28,6 +33,25 @@ class Server:
     @property
     def model_path(self) -> Path:
         return self.config.model.path
+
+
+@contextmanager
+def serving(name: str, config: RunConfig, log_dir: Path) -> Iterator[Server]:
+    """A real server, started by the product's own command; killed at the end even if tests fail."""
+    os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
+    reserved = reserve_port("127.0.0.1")
+    port = port_of(reserved)
+    argv, env = sglang_command(config, port, config.model.path, INITIAL_VERSION)
+    process = SupervisedProcess(name, argv, env, log_dir)
+    process.start()
+    try:
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=420))
+        engine = EngineInfo(name, url, "clean", INITIAL_VERSION, config.engine.tp, 0.0)
+        yield Server(engine, config, process)
+    finally:
+        process.kill()
+        reserved.close()
 
 
 def run_config(model_path: Path, **sections: Any) -> RunConfig:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_sao.config import RunConfig
 from megatron_sao.plan.activations import Activations
 from megatron_sao.plan.simulate import SimulatedModel, State
-from megatron_sao.trainer.fleet import BUCKET_BYTES
 
 GB = 10**9
 # Estimates: a CUDA context, the buffers of NCCL and cuBLAS, and what the allocator cannot use; a trainer process.
@@ -26,7 +23,7 @@ class RankMemory:
         temporaries: of the optimizer's step.
         pushed: the weights that the engines have, where a baseline's ratio needs them.
         activations: of the worst micro-batch.
-        push: tensors put together for the engines.
+        push: a bucket on its way to the engines, and the shards of the next, arriving.
         saved_copy: in host memory, of what an asynchronous checkpoint writes while training goes on.
     """
 
@@ -78,13 +75,13 @@ def rank_memory(
     states: dict[str, State],
     acts: Activations,
     largest_tensor: int,
-    leads: bool,
+    sends: bool,
 ) -> RankMemory:
     """Of one rank.
 
     Args:
         largest_tensor: bytes of the model's largest HF tensor.
-        leads: whether this rank collects the weights and sends them to the engines.
+        sends: whether this rank puts tensors together and sends them to the engines.
     """
     # Without Transformer Engine Adam makes its denominators, one per trained element, before it divides.
     unfused = config.model.layers == "native" and config.rl.policy_optimizer.name == "adam"
@@ -97,14 +94,6 @@ def rank_memory(
         temporaries=temporaries,
         pushed=states["policy"].weights if keeps_pushed else 0,
         activations=acts,
-        push=_push(policy, largest_tensor, config.model.dtype, leads),
+        push=2 * max(largest_tensor, config.weights.bucket_bytes) if sends else 0,
         saved_copy=sum(s.weights + s.optimizer for s in states.values()) if config.checkpoint.asynchronous else 0,
     )
-
-
-def _push(policy: SimulatedModel, largest_tensor: int, dtype: str, leads: bool) -> int:
-    """Shards gathered from the other ranks of a group and what is put together from them; on the rank that sends also
-    the bucket on its way and the next one, each of which may be a single large tensor."""
-    itemsize = getattr(torch, dtype).itemsize
-    own = max(torch.Size(shape).numel() for _, shape in policy.tensors) * itemsize
-    return 2 * largest_tensor + 2 * max(largest_tensor, BUCKET_BYTES) if leads else largest_tensor + own

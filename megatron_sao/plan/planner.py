@@ -87,9 +87,10 @@ def plan_ranks(config: RunConfig, model: HFModel, ranks: Iterable[int]) -> Itera
             kind = place.pp, tuple(shape for _, shape in policy.tensors)
             if kind not in states:
                 states[kind] = simulated_state(config, model, chunks)
-            if (kind, rank == 0) not in memories:
-                memories[kind, rank == 0] = _memory(config, model, place, policy, states[kind])
-        memory = memories[kind, rank == 0]
+            sends = _sends(config, rank)
+            if (kind, sends) not in memories:
+                memories[kind, sends] = _memory(config, model, place, policy, states[kind], sends)
+        memory = memories[kind, sends]
         yield RankPlan(place, policy.parameters, len(policy.layers), memory), policy
 
 
@@ -109,9 +110,15 @@ def host_memory(config: RunConfig, ranks: list[RankPlan]) -> list[int]:
 
 
 def _memory(
-    config: RunConfig, model: HFModel, place: Place, policy: SimulatedModel, states: dict[str, State]
+    config: RunConfig, model: HFModel, place: Place, policy: SimulatedModel, states: dict[str, State], sends: bool
 ) -> RankMemory:
     megatron = native_config(config, model)
     acts = activations(config, model, megatron, place.pp, policy)
     largest = max(model.vocab_size, model.raw["intermediate_size"]) * model.raw["hidden_size"]
-    return rank_memory(config, policy, states, acts, largest * megatron.params_dtype.itemsize, leads=place.rank == 0)
+    return rank_memory(config, policy, states, acts, largest * megatron.params_dtype.itemsize, sends)
+
+
+def _sends(config: RunConfig, rank: int) -> bool:
+    """Whether the rank is one of those that send weights to the engines (weights/reshard.py)."""
+    stage = config.parallel.world_size // config.parallel.pp
+    return rank % max(1, stage // config.weights.sources_per_stage) == 0

@@ -114,6 +114,8 @@ class EngineClient:
         max_retries: failed attempts one turn may cost. Waiting for a clean engine is not an attempt, and
             neither is one that could not even be reached: the episode's timeout bounds those.
         routing: of the model, to have the engines report the routed experts of every token.
+        share_by_version: for engines that keep cached prefixes over a weight update (``weights.pause: in_place``): a
+            request shares only what the weights that its engine serves have computed.
     """
 
     def __init__(
@@ -123,9 +125,10 @@ class EngineClient:
         list_engines: Callable[[], Awaitable[Sequence[EngineInfo]]],
         max_retries: int = 5,
         routing: RoutingShape | None = None,
+        share_by_version: bool = False,
     ) -> None:
         self.limits = limits
-        self._routing = routing
+        self._routing, self._share_by_version = routing, share_by_version
         self._headers = {"Authorization": f"Bearer {token}"}
         self._list_engines = list_engines
         self._max_retries = max_retries
@@ -245,6 +248,8 @@ class EngineClient:
             body["return_sampling_mask"] = True
         if self._routing is not None:
             body["return_routed_experts"] = True
+        if self._share_by_version:
+            body["extra_key"] = engine.version
         self._in_flight[engine.id] += 1
         try:
             async with self._http.post(f"{engine.url}/generate", json=body) as response:
@@ -254,6 +259,12 @@ class EngineClient:
                     raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
                 answer = await response.json()
                 generation = _parse(answer, engine.id, truncated)
+                if self._share_by_version and generation.versions and generation.versions[0][0] != engine.version:
+                    raise _AttemptFailed(
+                        f"began with weights {generation.versions[0][0]} and not {engine.version}, whose prefixes it "
+                        "may have shared",
+                        counts=False,
+                    )
                 if self._routing is not None:
                     generation = _routed(generation, answer, len(input_ids), self._routing)
                 return generation

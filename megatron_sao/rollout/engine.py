@@ -42,6 +42,7 @@ class Sidecar:
     def __init__(self, config: RunConfig, run_dir: Path, index: int, port: int) -> None:
         self.id = f"engine-{index}"
         self._config = config
+        self._run_dir = run_dir
         self._log_dir = run_dir / "logs"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._index = index
@@ -57,6 +58,7 @@ class Sidecar:
             BufferUnavailable: the buffer stayed away.
         """
         restarts = 0
+        copying = asyncio.create_task(self._keep_copy())
         try:
             while True:
                 try:
@@ -67,7 +69,21 @@ class Sidecar:
                     restarts += 1
                     log.error("%s restarts its server (%d): %s", self.id, restarts, error)
         finally:
+            copying.cancel()
             await self._buffer.close()
+
+    async def _keep_copy(self) -> None:
+        """Under ``weights.mode: delta``, bring the local copy to every version that the trainer publishes."""
+        if self._config.weights.mode != "delta":
+            return
+        from megatron_sao.weights.delta import LocalCopy  # torch and Megatron, slow to import
+
+        settings = self._config.weights
+        shared = settings.directory or self._run_dir / "weights"
+        copy = LocalCopy(shared, self.id, (settings.local_directory or shared / "copies") / self.id)
+        while True:
+            await asyncio.to_thread(copy.advance)
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def _serve_once(self) -> None:
         """Start the server and keep it registered; raises ServerFailed when it ends."""

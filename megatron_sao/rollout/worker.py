@@ -56,7 +56,9 @@ async def _work(config: RunConfig, worker_id: str) -> None:
     limits = ModelLimits.of(config.model.path, config.engine.sglang.get("context_length"))
     try:
         routing = replayed_routing(config)
-        async with EngineClient(limits, token, buffer.engines, config.rollout.max_retries, routing) as engine:
+        in_place = config.weights.pause == "in_place"
+        retries = config.rollout.max_retries
+        async with EngineClient(limits, token, buffer.engines, retries, routing, in_place) as engine:
             player = Player(config, engine, load_tokenizer(config.model.path))
             await Worker(config, worker_id, buffer, player).run()
     finally:

@@ -34,8 +34,11 @@ from megatron_sao.trainer.stop import Stopped, StopSignal
 from megatron_sao.trainer.trainable import Trainable
 from megatron_sao.trainer.world import World
 from megatron_sao.weights.export import HFExporter
+from megatron_sao.weights.gather import Gatherer
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.megatron_files import load_megatron_weights
+from megatron_sao.weights.push import WeightPusher
+from megatron_sao.weights.reshard import build_plan, spread_sources
 
 log = logging.getLogger(__name__)
 
@@ -221,10 +224,22 @@ class Run:
         if self.incarnation is None and self.world.is_leader:
             self.incarnation = self.client.register_trainer(self.config.name, policy_version)
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
-        stage.fleet = EngineFleet(
-            self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend
-        )
+        stage.fleet = EngineFleet(self.client, self._pusher(stage), self.incarnation, policy_version, self.world)
         stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop, self.alarms)
+
+    def _pusher(self, stage: Stage) -> WeightPusher:
+        settings, exporter, policy = self.config.weights, stage.exporter, stage.policy.trainable
+        sources = spread_sources(exporter.layout, settings.sources_per_stage)
+        plan = build_plan(exporter.weights, exporter.layout, settings.bucket_bytes, sources)
+        return WeightPusher(
+            Gatherer(plan, policy.chunks, policy.config),
+            self.model,
+            settings,
+            self.client.token,
+            self.backend.distributed_backend,
+            settings.directory or self.run_dir / "weights",
+            policy.config.params_dtype,
+        )
 
     def _demonstrations(self) -> Demonstrations:
         if self.config.data.sft is None:

@@ -5,31 +5,28 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_sao.distributed import all_gather_json
 from megatron_sao.models.hf import HFModel
-from megatron_sao.models.mapping import Entry, entries, mtp_tensors
+from megatron_sao.models.mapping import mtp_tensors
 from megatron_sao.weights.fp8 import FP8, QUANTIZATION_CONFIG
+from megatron_sao.weights.gather import Gatherer, collect_weights, trainer_layout
 from megatron_sao.weights.hf_files import (
     Group,
     HFTensors,
     TensorSpec,
-    WeightError,
     copy_companions,
     plan_shards,
     write_index,
     write_shard,
 )
-from megatron_sao.weights.load import hf_shapes, hf_tensors, weights_of
+from megatron_sao.weights.reshard import Transfer, build_plan
 
 SHARD_BYTES = 5 * 10**9
 
@@ -38,7 +35,10 @@ class HFExporter:
     """Exports the current weights as HF tensors, a critic's without its value head, for which Hugging Face has no name.
     Every method is collective over all trainer ranks.
 
-    Which rank owns what is agreed once, at construction: of all ranks that hold a parameter the lowest one sends it.
+    Attributes:
+        layout, weights: who holds what, agreed once, at construction.
+        groups: the HF tensors of one parameter each, in model order. To read one is collective: every rank reads all of
+            them in the same order, and gets tensors on rank 0 alone. They are copies.
     """
 
     def __init__(
@@ -48,80 +48,25 @@ class HFExporter:
         config: TransformerConfig,
         head: Literal["policy", "critic"] = "policy",
     ) -> None:
-        self._chunks, self._model, self._config = chunks, model, config
-        self._device = next(chunks[0].parameters()).device
-        table = {entry.name: entry for entry in entries(model, config, head)}
-        self._own = {weight.name: weight for weight in weights_of(chunks, config)}
-        held = all_gather_json(
-            {name: [_dtype_name(w.tensor.dtype), list(w.tensor.shape)] for name, w in self._own.items()}, self._device
-        )
-        self._owner: dict[str, int] = {}
-        self._shards: dict[str, TensorSpec] = {}  # what its owner holds of a parameter
-        for rank, shards in enumerate(held):
-            for name, (dtype, shape) in shards.items():
-                if self._owner.setdefault(name, rank) == rank:
-                    self._shards[name] = TensorSpec(name, getattr(torch, dtype), tuple(shape))
-        value_head = {"output_layer.weight", "output_layer.bias"} if head == "critic" else set()
-        unknown = self._owner.keys() - table.keys() - value_head
-        unheld = table.keys() - self._owner.keys()
-        if unknown or unheld:
-            raise WeightError(
-                f"parameters without an export rule: {sorted(unknown)[:8]}; rules without a parameter: "
-                f"{sorted(unheld)[:8]}"
-            )
-        self.groups = [Group(self._hf_specs(entry), partial(self._read, entry)) for entry in table.values()]
+        self.layout = trainer_layout(model, config, dist.get_world_size(), head)
+        self.weights = collect_weights(chunks, model, config, self.layout, head)
+        plan = build_plan(self.weights, self.layout, bucket_bytes=1, sources=(0,))
+        self._gatherer = Gatherer(plan, chunks, config)
+        self.groups = [Group(_specs(t), partial(self._read, t.bucket)) for t in plan.transfers]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full tensor of every HF weight, in model order: on rank 0; other ranks get nothing but must iterate.
-
-        The tensors are copies or views of the live parameters: use them before the next optimizer step.
-        """
+        """Name and full tensor of every HF weight, in model order, on rank 0. Others get nothing, but must iterate."""
         for group in self.groups:
             yield from zip((spec.name for spec in group.specs), group.read(), strict=False)
 
-    def _hf_specs(self, entry: Entry) -> tuple[TensorSpec, ...]:
-        shard = self._shards[entry.name]
-        shapes = hf_shapes(entry, shard.shape, self._model, self._config)
-        return tuple(TensorSpec(hf, shard.dtype, shape) for hf, shape in zip(entry.hf, shapes, strict=True))
+    def _read(self, number: int) -> list[torch.Tensor]:
+        bucket = self._gatherer.bucket(number)
+        return [] if bucket is None else [tensor for _, tensor in bucket.tensors]
 
-    @torch.no_grad()
-    def _read(self, entry: Entry) -> list[torch.Tensor]:
-        """The HF tensors of one parameter on rank 0, none elsewhere. Collective."""
-        shards = self._gather(entry)
-        if shards is None:
-            return []
-        return [tensor.contiguous() for tensor in hf_tensors(entry, shards, self._model, self._config)]
 
-    def _gather(self, entry: Entry) -> list[torch.Tensor] | None:
-        """All tensor-parallel shards of one parameter on rank 0, None elsewhere."""
-        rank, owner = dist.get_rank(), self._owner[entry.name]
-        group = (
-            parallel_state.get_expert_tensor_parallel_group()
-            if entry.expert
-            else parallel_state.get_tensor_model_parallel_group()
-        )
-        members = dist.get_process_group_ranks(group)
-        count = 1 if entry.kind == "replicated" else len(members)
-        shards = None
-        if entry.name in self._own and owner in members:
-            weight = self._own[entry.name]
-            local = attrgetter(weight.local_name)(self._chunks[weight.chunk]).detach().contiguous()
-            shards = [local]
-            if count > 1:
-                shards = [torch.empty_like(local) for _ in members]
-                dist.all_gather(shards, local, group=group)
-        if rank == owner == 0:
-            return shards
-        if rank == owner:
-            for shard in shards:
-                dist.send(shard, 0)
-        elif rank == 0 and owner > 0:
-            spec = self._shards[entry.name]
-            received = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for _ in range(count)]
-            for shard in received:
-                dist.recv(shard, owner)
-            return received
-        return None
+def _specs(transfer: Transfer) -> tuple[TensorSpec, ...]:
+    weight = transfer.weight
+    return tuple(TensorSpec(hf, weight.dtype, s) for hf, s in zip(weight.entry.hf, weight.shapes, strict=True))
 
 
 def save_hf(exporter: HFExporter, model: HFModel, out: Path, shard_bytes: int = SHARD_BYTES) -> None:

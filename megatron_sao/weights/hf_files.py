@@ -22,12 +22,12 @@ from megatron_sao.config import ConfigError
 from megatron_sao.weights.fp8 import FP8, SCALE_SUFFIX, FP8Error, dequantise, scale_shape
 
 INDEX = "model.safetensors.index.json"
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": FP8,
     "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -177,9 +177,9 @@ class _SafetensorsFile:
         except (OSError, ValueError) as error:
             raise WeightError(f"cannot read {path}: {error}") from error
         header.pop("__metadata__", None)
-        if unknown := {entry["dtype"] for entry in header.values()} - _DTYPES.keys():
+        if unknown := {entry["dtype"] for entry in header.values()} - DTYPES.keys():
             raise WeightError(f"{path} holds tensors of the unknown dtypes {sorted(unknown)}")
-        self.specs = {n: TensorSpec(n, _DTYPES[e["dtype"]], tuple(e["shape"])) for n, e in header.items()}
+        self.specs = {n: TensorSpec(n, DTYPES[e["dtype"]], tuple(e["shape"])) for n, e in header.items()}
         self._starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
         end = max((self._starts[name] + spec.nbytes for name, spec in self.specs.items()), default=8 + length)
         if end != path.stat().st_size:

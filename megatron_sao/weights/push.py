@@ -1,238 +1,261 @@
 """Current weights into running SGLang servers, while their requests are in flight.
 
-Rank 0 holds one process group per engine (itself as rank 0, the engine's tensor-parallel ranks after it), so that an
-engine that hangs hangs nobody else. A push pauses generation (requests are retracted, none is lost), broadcasts every
-tensor, flushes the KV cache, labels the new version and continues. Cached keys of the old weights would otherwise be
+A push pauses generation (requests are retracted, none is lost), brings every tensor, flushes the KV cache, labels the
+new version, compares checksums where that is due, and continues. Cached keys of the old weights would otherwise be
 mixed with the new ones: without the flush log-probabilities are silently wrong.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
 
-import httpx
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
+
+from megatron_sao.config import WeightsConfig
+from megatron_sao.distributed import all_gather_json, broadcast_json
+from megatron_sao.models.hf import HFModel
+from megatron_sao.weights.gather import Gatherer
+from megatron_sao.weights.link import EngineControl, SourceLink
+from megatron_sao.weights.publish import Publisher, Receiver
+from megatron_sao.weights.verify import EngineChecksums, add_bucket, differences
 
 log = logging.getLogger(__name__)
 
-Bucket = list[tuple[str, torch.Tensor]]
+_NAMED = 8  # tensors of an error message
 
 
-CONNECT_SECONDS = 30.0  # to form a group with an engine that answers
-POLL_SECONDS = 0.0005
+class WeightMismatch(RuntimeError):
+    """An engine does not hold the weights that were sent to it; the message names the tensors."""
 
 
-class PushError(RuntimeError):
-    """An engine refused or failed a weight update; the message names the engine and the call."""
+class WeightPusher:
+    """Brings a gatherer's weights to engines. Every method is collective over trainer ranks.
 
+    The leader (rank 0) speaks to the engines; source ranks send. Errors of one engine stop neither the others nor the
+    trainer; what all ranks do next is agreed after each phase.
 
-class EngineUnreachable(PushError):
-    """The engine did not answer at all."""
-
-
-def buckets(tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Group tensors, in order, into lists of at most ``max_bytes`` (a larger tensor is a bucket of its own)."""
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and size + nbytes > max_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket
-
-
-def push_weights(
-    links: list[EngineLink], tensors: Iterator[tuple[str, torch.Tensor]], version: str, bucket_bytes: int
-) -> dict[str, str]:
-    """Send all ``tensors`` to every engine as weights ``version``. Each tensor is produced once, whatever their number.
-
-    Returns:
-        Error text by URL of the engines that failed: their weights are mixed, they must not serve. The others hold
-        the new weights and are generating again.
+    Args:
+        token: the engines' key.
+        backend: ``gloo`` or ``nccl``.
+        directory: where version directories go, for ``weights.mode`` disk and delta.
+        dtype: in which the engines serve.
     """
-    failed: dict[str, str] = {}
 
-    def attempt(link: EngineLink, action: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        model: HFModel,
+        settings: WeightsConfig,
+        token: str,
+        backend: str,
+        directory: Path,
+        dtype: torch.dtype,
+    ) -> None:
+        self._gatherer, self._model, self._settings = gatherer, model, settings
+        self._token, self._backend, self._dtype = token, backend, dtype
+        self.publisher = Publisher(gatherer, model, settings, directory)
+        self._rank = dist.get_rank()
+        self._device = gatherer.device
+        self._controls: dict[str, EngineControl] = {}  # on the leader
+        self._links: dict[str, SourceLink] = {}  # on sources
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="engine")
+        self._pushes = 0
+        if settings.verify_every:
+            EngineChecksums(model, 1, dtype)  # raises where the model cannot be verified
+        # Of the last push, in seconds. On the leader "stall" is how long the slowest engine generated nothing.
+        self.times: dict[str, float] = {}
+        self._paused: dict[str, float] = {}
+
+    def push(self, receivers: list[Receiver], version: str) -> dict[str, str]:
+        """Send the current weights to ``receivers`` (the leader's count) as ``version``.
+
+        Returns:
+            Error text by key of the engines that failed, the same on every rank: their weights are mixed, they must
+            not serve. The others hold the new weights and are generating again.
+
+        Raises:
+            WeightMismatch: on every rank, when an engine's checksums are not those of what was sent.
+        """
+        receivers = [Receiver(**r) for r in broadcast_json([asdict(r) for r in receivers], self._device)]
+        if not receivers:
+            return {}
+        due = self._settings.verify_every > 0 and self._pushes % self._settings.verify_every == 0
+        self._pushes += 1
+        self.times, self._paused = {}, {}
+        checksums = [EngineChecksums(self._model, tp, self._dtype) for tp in sorted({r.tp for r in receivers}) if due]
+        self._forget(receivers)
+        failed = self._agree(self._each(receivers, {}, self._contact) if self._rank == 0 else {})
+        if self._settings.mode == "group":
+            failed, conclude = self._send(receivers, failed, version, checksums)
+        else:
+            failed, conclude = self._publish(receivers, failed, version, checksums)
+        expected = self._expected(checksums)
+        wrong: dict[str, list[str]] = {}
+        stalls: list[float] = []
+
+        def finish(receiver: Receiver) -> None:
+            conclude(receiver)
+            control = self._controls[receiver.key]
+            if due:
+                wrong[receiver.url] = differences(expected[receiver.tp], control.checksums())
+            if not wrong.get(receiver.url):
+                control.resume()
+                stalls.append(time.monotonic() - self._paused[receiver.key])
+
+        if self._rank == 0:
+            failed |= self._each(receivers, failed, finish)
+            self.times["stall"] = max(stalls, default=0.0)
+        failed, wrong = broadcast_json([failed, wrong], self._device)
+        self._abandon(receivers, failed, wrong)
+        if any(wrong.values()):
+            raise WeightMismatch(_mismatch(version, wrong))
+        return failed
+
+    def link(self, key: str) -> SourceLink | None:
+        """This rank's group with an engine, for its times."""
+        return self._links.get(key)
+
+    def close(self) -> None:
+        for key in list(self._controls):
+            self._controls.pop(key).close()
+        for key in list(self._links):
+            self._links.pop(key).close()
+        self._threads.shutdown(wait=False)
+
+    def _send(
+        self, receivers: list[Receiver], failed: dict[str, str], version: str, checksums: list[EngineChecksums]
+    ) -> tuple[dict[str, str], Callable[[Receiver], None]]:
+        """Broadcast every bucket to every engine, which pauses only when the first is ready. The leader then has to
+        label and end the update."""
+        if self._gatherer.is_source:
+            failed = failed | self._each(receivers, failed, lambda r: self._links[r.key].connect())
+        failed = self._agree(failed)
+
+        def begin(receiver: Receiver) -> None:
+            self._pause(receiver)
+            self._controls[receiver.key].begin()
+
+        buckets = self._gatherer.buckets()
+        first = next(buckets)
+        failed = self._agree(failed | (self._each(receivers, failed, begin) if self._rank == 0 else {}))
+        started = time.monotonic()
+        for bucket in chain([first], buckets):
+            if bucket is None:
+                continue
+            sending = {
+                r.key: self._threads.submit(self._links[r.key].send, bucket) for r in receivers if r.key not in failed
+            }
+            add_bucket(checksums, bucket)
+            for key, future in sending.items():
+                self._attempt(key, failed, future.result)
+        failed = self._agree(failed)
+        self.times["send"] = time.monotonic() - started
+
+        def conclude(receiver: Receiver) -> None:
+            control = self._controls[receiver.key]
+            control.label(version, self._links[receiver.key].group_name, self._settings.pause == "retract")
+            control.end()
+
+        return failed, conclude
+
+    def _publish(
+        self, receivers: list[Receiver], failed: dict[str, str], version: str, checksums: list[EngineChecksums]
+    ) -> tuple[dict[str, str], Callable[[Receiver], None]]:
+        """Have the weights on a shared file system. The leader has to have them loaded."""
+        started = time.monotonic()
+        paths = self.publisher.publish(receivers, version, checksums)
+        self.times["write"] = time.monotonic() - started
+
+        def conclude(receiver: Receiver) -> None:
+            self._pause(receiver)
+            self._controls[receiver.key].load(paths[receiver.key], version, self._settings.pause == "retract")
+
+        return failed, conclude
+
+    def _pause(self, receiver: Receiver) -> None:
+        self._paused[receiver.key] = time.monotonic()
+        self._controls[receiver.key].pause(self._settings.pause)
+
+    def _expected(self, checksums: list[EngineChecksums]) -> dict[int, list[dict[str, str]]]:
+        """By tensor-parallel size what an engine of that size must report, put together from all sources."""
+        merged: dict[int, list[dict[str, str]]] = {}
+        for part in all_gather_json([[c.tp, c.result()] for c in checksums], self._device):
+            for tp, ranks in part:
+                whole = merged.setdefault(tp, [{} for _ in range(tp)])
+                for all_names, names in zip(whole, ranks, strict=True):
+                    all_names.update(names)
+        return merged
+
+    def _contact(self, receiver: Receiver) -> None:
+        if receiver.key not in self._controls:
+            control = EngineControl(receiver.url, self._token, self._settings.timeout)
+            self._controls[receiver.key] = control
+            control.end_abandoned_update()
+
+    def _forget(self, receivers: list[Receiver]) -> None:
+        """Drop connections to engines that may be new processes, and prepare those of this push."""
+        for receiver in receivers:
+            if receiver.fresh:
+                self._drop(receiver.key)
+            if self._gatherer.is_source and self._settings.mode == "group" and receiver.key not in self._links:
+                timeout = self._settings.timeout
+                control = EngineControl(receiver.url, self._token, timeout)
+                self._links[receiver.key] = SourceLink(control, receiver.tp, self._backend, timeout)
+
+    def forget(self, keys: list[str]) -> None:
+        """Leave engines that are gone. The leader's ``keys`` count."""
+        for key in broadcast_json(keys, self._device):
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        if (control := self._controls.pop(key, None)) is not None:
+            control.close()
+        if (link := self._links.pop(key, None)) is not None:
+            link.close()
+
+    def _abandon(self, receivers: list[Receiver], failed: dict[str, str], wrong: dict[str, list[str]]) -> None:
+        bad = [r for r in receivers if r.key in failed or wrong.get(r.url)]
+        if self._rank == 0:
+            self._each([r for r in bad if r.key in self._controls], {}, lambda r: self._controls[r.key].abandon())
+        for receiver in bad:
+            self._drop(receiver.key)
+
+    def _each(
+        self, receivers: list[Receiver], failed: dict[str, str], action: Callable[[Receiver], None]
+    ) -> dict[str, str]:
+        """Do something with all engines that have not failed, at the same time; the errors by key."""
+        running = {r.key: self._threads.submit(action, r) for r in receivers if r.key not in failed}
+        errors: dict[str, str] = {}
+        for key, future in running.items():
+            self._attempt(key, errors, future.result)
+        return errors
+
+    def _attempt(self, key: str, failed: dict[str, str], action: Callable[[], None]) -> None:
         try:
             action()
         except (RuntimeError, OSError) as error:  # PushError, what torch.distributed raises, an unresolvable host
-            log.warning("weight push %s to %s failed: %s", version, link.url, error)
-            failed.setdefault(link.url, str(error))
+            log.warning("weight push to %s failed: %s", key, error)
+            failed.setdefault(key, str(error))
 
-    for link in links:
-        attempt(link, link.begin)
-    source = buckets(tensors, bucket_bytes)
-    bucket = next(source, None)
-    while bucket is not None:
-        following = next(source, None)
-        label = version if following is None else None
-        for link in links:
-            if link.url not in failed:
-                attempt(link, partial(link.send, bucket, label))
-        bucket = following
-    for link in links:
-        attempt(link, partial(link.finish, failed=link.url in failed))
-    return failed
+    def _agree(self, failed: dict[str, str]) -> dict[str, str]:
+        """What failed anywhere, on every rank."""
+        merged: dict[str, str] = {}
+        for part in all_gather_json(failed, self._device):
+            merged = part | merged
+        return merged
 
 
-class EngineLink:
-    """One running SGLang server as the receiver of weights. Used by rank 0 only.
-
-    Args:
-        url: the server's base URL.
-        tp: its tensor-parallel size.
-        token: its API and admin key.
-        backend: ``gloo`` or ``nccl``, whatever the engine's device can receive.
-        timeout: seconds that any one call or broadcast may take.
-    """
-
-    def __init__(self, url: str, tp: int, token: str, backend: str, timeout: float = 300.0) -> None:
-        self.url, self._tp, self._backend, self._timeout = url, tp, backend, timeout
-        self._http = httpx.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(timeout, connect=10.0),
-            trust_env=False,
-        )
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="push")
-        self._group: dist.ProcessGroup | None = None
-        self._group_name = ""
-
-    def connect(self) -> None:
-        """Form the process group with the engine's ranks. Raises PushError or a torch.distributed error."""
-        self._end_abandoned_update()
-        host = httpx.URL(self.url).host
-        address = _address_towards(host)
-        store = dist.TCPStore(
-            address, 0, 1 + self._tp, is_master=True, timeout=timedelta(seconds=CONNECT_SECONDS), wait_for_workers=False
-        )
-        self._group_name = f"sao-{address}-{store.port}"
-        joined = self._later(
-            "/init_weights_update_group",
-            master_address=address,
-            master_port=store.port,
-            rank_offset=1,
-            world_size=1 + self._tp,
-            group_name=self._group_name,
-            backend=self._backend,
-        )
-        forming = self._threads.submit(_join_group, store, 1 + self._tp, self._backend, self._group_name, self._timeout)
-        # An engine that refuses never joins: its answer must end the wait for it.
-        wait([joined, forming], timeout=CONNECT_SECONDS, return_when=FIRST_EXCEPTION)
-        if not joined.done():
-            raise PushError(f"engine {self.url} did not join the weight update group within {CONNECT_SECONDS:g} s")
-        joined.result()
-        self._group = forming.result(timeout=CONNECT_SECONDS)
-
-    def begin(self) -> None:
-        """Stop generation (requests in flight are kept) and open a weight update."""
-        if self._group is None:
-            self.connect()
-        self._call("/pause_generation", mode="retract")
-        self._call("/begin_weight_update")
-
-    def send(self, bucket: Bucket, version: str | None) -> None:
-        """Broadcast one bucket. ``version`` labels the weights and flushes the cache: give it with the last bucket
-        only, since SGLang applies label and flush of whichever call carries them."""
-        received = self._later(
-            "/update_weights_from_distributed",
-            names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            shapes=[list(tensor.shape) for _, tensor in bucket],
-            group_name=self._group_name,
-            flush_cache=version is not None,
-            **({} if version is None else {"weight_version": version}),
-        )
-        works = [dist.broadcast(tensor, 0, group=self._group, async_op=True) for _, tensor in bucket]
-        while not all(work.is_completed() for work in works):
-            if received.done():
-                received.result()  # raises where the engine refused, and so takes no part in the broadcast
-            time.sleep(POLL_SECONDS)
-        for work in works:
-            work.wait()
-        received.result()
-
-    def finish(self, failed: bool = False) -> None:
-        """Close the update and let generation continue; after a failed one, abort the requests in flight first, since
-        the weights are mixed. Their clients send them again, to an engine that is clean."""
-        try:
-            self._call("/end_weight_update")
-            if failed:
-                self._call("/abort_request", abort_all=True)
-        finally:
-            self._call("/continue_generation")
-
-    def close(self) -> None:
-        """Leave the group, as far as the engine still answers."""
-        if self._group is not None:
-            with contextlib.suppress(httpx.HTTPError):
-                self._http.post("/destroy_weights_update_group", json={"group_name": self._group_name}, timeout=5.0)
-            dist.destroy_process_group(self._group)
-            self._group = None
-        self._http.close()
-        self._threads.shutdown(wait=False)
-
-    def _end_abandoned_update(self) -> None:
-        """A trainer that died in the middle of a push left the update open; where there is none the call is refused."""
-        try:
-            self._call("/end_weight_update")
-        except EngineUnreachable:
-            raise
-        except PushError as refusal:
-            log.debug("no update was open: %s", refusal)
-
-    def _later(self, path: str, **body: Any) -> Future[None]:
-        """Start a call whose answer comes only after this process has taken part in a collective."""
-        return self._threads.submit(self._call, path, **body)
-
-    def _call(self, path: str, **body: Any) -> None:
-        try:
-            response = self._http.post(path, json=body)
-        except httpx.HTTPError as error:
-            raise EngineUnreachable(f"engine {self.url} {path}: {type(error).__name__} {error}") from error
-        failed = response.status_code != 200
-        if not failed and response.headers.get("content-type", "").startswith("application/json"):
-            answer = response.json()
-            failed = isinstance(answer, dict) and answer.get("success") is False
-        if failed:
-            raise PushError(f"engine {self.url} {path}: {response.status_code} {response.text[:300]}")
-
-
-def _join_group(store: dist.TCPStore, size: int, backend: str, name: str, timeout: float) -> dist.ProcessGroup:
-    """Rank 0 of a group whose other members are no part of this process's world.
-
-    torch.distributed has no public call for that; the server forms its side with the same helper, so that keys in
-    the store agree.
-    """
-    group, _ = _new_process_group_helper(
-        size,
-        0,
-        [],
-        dist.Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,
-        timeout=timedelta(seconds=timeout),
+def _mismatch(version: str, wrong: dict[str, list[str]]) -> str:
+    engines = "; ".join(
+        f"{url}: {', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}"
+        for url, names in wrong.items()
+        if names
     )
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-    return group
-
-
-def _address_towards(host: str) -> str:
-    """The local address from which ``host`` is reached: what that host can connect back to."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return probe.getsockname()[0]
+    return f"engines do not hold weights {version} as they were sent, so training stops: {engines}"

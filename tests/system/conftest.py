@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
 
-from megatron_sao.buffer.client import EngineInfo
-from megatron_sao.launch.ports import port_of, reserve_port
-from megatron_sao.launch.process import SupervisedProcess
-from megatron_sao.rollout.engine import INITIAL_VERSION
-from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
-from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
+from tests.serving import CHARACTERS, CONTEXT, Server, run_config, serving
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +38,6 @@ def glm4_moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One real server, started by the product's own command; killed at the end even if tests fail."""
-    os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
     config = run_config(glm4_moe_path, algorithm={"routing_replay": True})
-    reserved = reserve_port("127.0.0.1")
-    port = port_of(reserved)
-    argv, env = sglang_command(config, port, glm4_moe_path, INITIAL_VERSION)
-    process = SupervisedProcess("sglang", argv, env, tmp_path_factory.mktemp("logs"))
-    process.start()
-    try:
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=420))
-        yield Server(EngineInfo("e0", url, "clean", INITIAL_VERSION, 1, 0.0), config, process)
-    finally:
-        process.kill()
-        reserved.close()
+    with serving("e0", config, tmp_path_factory.mktemp("logs")) as server:
+        yield server

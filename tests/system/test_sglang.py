@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatron_sao.rollout import evaluate
 from megatron_sao.rollout.client import CONTEXT_MARGIN, EngineClient, ModelLimits, RequestRefused
 from megatron_sao.rollout.session import Session
 from megatron_sao.rollout.worker import load_tokenizer
-from megatron_sao.weights.push import EngineLink, push_weights
 from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
@@ -196,55 +194,3 @@ def test_evaluation_of_a_running_server_prints_one_line(glm4_moe_server, tmp_pat
     assert printed["success_rate"] == 1.0 and printed["prompts"] == 8 and printed["failed"] == 0
     assert printed["tokens"] == 8 * (6 + 10 + 3 + 7) and printed["action_tokens"] == 8 * 17
     assert printed["weight_versions"] == ["0.0"]
-
-
-def test_weights_pushed_in_flight_label_and_score_every_token_with_its_own_version(glm4_moe_server, hf_model):
-    """Leaves the server with its first weights again, under a newer label."""
-    server = glm4_moe_server
-    changed = AutoModelForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    link = EngineLink(server.engine.url, 1, TOKEN, "gloo", timeout=60)
-    models = {"0.0": hf_model, "1.1": changed, "1.2": hf_model}
-    started = threading.Event()
-
-    async def use(client):
-        turns = [asyncio.create_task(client.generate([*PROMPT, 1 + i], SAMPLING, 220)) for i in range(12)]
-        await asyncio.sleep(0.5)
-        started.set()
-        return await asyncio.gather(*turns)
-
-    def push(version: str) -> None:
-        assert push_weights([link], checkpoint_tensors(models[version]), version, bucket_bytes=64 * 1024) == {}
-
-    try:
-        link.connect()
-        pusher = threading.Thread(target=lambda: (started.wait(), push("1.1")))
-        pusher.start()
-        answers = with_client(server, use)
-        pusher.join()
-        assert any(len(answer.versions) == 2 for answer in answers)
-        for index, answer in enumerate(answers):
-            for version, start, end in answer.versions:
-                expected = reference(models[version], [*PROMPT, 1 + index, *answer.token_ids], 1.0)[len(PROMPT) :]
-                np.testing.assert_allclose(answer.logprobs[start:end], expected[start:end].numpy(), atol=1e-5)
-    finally:
-        push("1.2")
-        link.close()
-
-
-def checkpoint_tensors(model: torch.nn.Module):
-    """The model's tensors under the names of its checkpoint: one tensor per expert and projection."""
-    for name, tensor in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            prefix = name.removesuffix("gate_up_proj")
-            for expert, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                yield f"{prefix}{expert}.gate_proj.weight", gate.contiguous()
-                yield f"{prefix}{expert}.up_proj.weight", up.contiguous()
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                yield f"{name.removesuffix('down_proj')}{expert}.down_proj.weight", down.contiguous()
-        else:
-            yield name, tensor.contiguous()

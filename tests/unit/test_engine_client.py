@@ -102,6 +102,13 @@ def test_a_failed_turn_is_sent_to_another_engine():
     assert broken.bodies == sound.bodies
 
 
+def test_prefixes_are_shared_within_a_version_only_and_an_engine_that_has_moved_on_is_asked_anew():
+    engine = FakeEngine("a", generated([4, 9], version="1.1"), generated([5, 9], version="1.0"))
+    answer = with_engines([engine], lambda client, _: turn(client), max_retries=0, share_by_version=True)
+    assert answer.token_ids == [5, 9] and answer.versions == [("1.0", 0, 2)]
+    assert [body["extra_key"] for body in engine.bodies] == ["1.0", "1.0"]
+
+
 def test_an_aborted_turn_goes_on_from_its_tokens_and_keeps_each_tokens_version():
     engine = FakeEngine("a", generated([4, 5], "abort"), generated([6, 9], version="1.1"))
     answer = with_engines([engine], lambda client, _: turn(client))

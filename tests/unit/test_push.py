@@ -1,4 +1,4 @@
-"""Grouping of tensors into buckets, and engines that refuse: no wait for a peer that will never come."""
+"""Engines that are gone, refuse or hang: no wait for a peer that will never come, and the others are served."""
 
 from __future__ import annotations
 
@@ -6,49 +6,112 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_sao.weights.push import EngineLink, buckets, push_weights
+from megatron_sao.config import WeightsConfig
+from megatron_sao.models.backend import Backend
+from megatron_sao.models.hf import HFModel
+from megatron_sao.weights.gather import Bucket
+from megatron_sao.weights.publish import Receiver
+from megatron_sao.weights.push import WeightPusher
 
 pytestmark = pytest.mark.unit
 
 
-def test_buckets_keep_order_and_bound_and_give_a_larger_tensor_one_of_its_own() -> None:
-    tensors = [(name, torch.zeros(size)) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1), ("e", 3))]
-    names = [[name for name, _ in bucket] for bucket in buckets(iter(tensors), max_bytes=16)]
-    assert names == [["a", "b"], ["c"], ["d", "e"]]
-    assert list(buckets(iter([]), 16)) == []
+class OneBucket:
+    """In place of a Gatherer: a source of one bucket with one tensor."""
+
+    device = torch.device("cpu")
+    is_source = True
+
+    def buckets(self) -> Iterator[Bucket]:
+        data = torch.zeros(8, dtype=torch.uint8)
+        yield Bucket(data, [("a", data.view(torch.float32))])
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """Answers every call with success, but for those in ``refused`` and, without end, those in ``hung``."""
+
+    def __init__(self, refused: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.refused, self.hung, self.calls = refused, hung, []
+        self.closing = threading.Event()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: FakeEngine
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.calls.append(self.path)
+        if self.path in self.server.hung:
+            self.server.closing.wait(30)
+            return
+        refused = self.path in self.server.refused
+        body = json.dumps({"success": not refused, "message": "no such backend" if refused else ""}).encode()
+        self.send_response(400 if refused else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture
-def refusing_engine() -> Iterator[str]:
-    """Answers every call, and refuses to join a group."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = json.dumps({"success": False, "message": "no such backend"}).encode()
-            self.send_response(400 if self.path == "/init_weights_update_group" else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def engines() -> Iterator[list[FakeEngine]]:
+    made: list[FakeEngine] = []
+    yield made
+    for engine in made:
+        engine.closing.set()
+        engine.shutdown()
 
 
-def test_an_engine_that_is_gone_or_refuses_costs_no_wait_and_does_not_stop_the_push(refusing_engine: str) -> None:
-    links = [EngineLink(url, 1, "token", "gloo") for url in ("http://127.0.0.1:9", refusing_engine)]
+def make_pusher(world: Backend, tmp_path: Path, timeout: float = 2.0) -> WeightPusher:
+    settings = WeightsConfig(timeout=timeout)
+    return WeightPusher(OneBucket(), HFModel(tmp_path, {}, "llama"), settings, "t", "gloo", tmp_path, torch.float32)
+
+
+def receivers(*urls: str) -> list[Receiver]:
+    return [Receiver(url, url, url, 1, fresh=True) for url in urls]
+
+
+def test_engines_that_are_gone_or_refuse_cost_no_wait(world: Backend, tmp_path: Path, engines: list) -> None:
+    engines.append(FakeEngine(refused=("/init_weights_update_group",)))
+    pusher, gone = make_pusher(world, tmp_path, timeout=60), "http://127.0.0.1:9"
     started = time.monotonic()
-    failed = push_weights(links, iter([("a", torch.zeros(2))]), "1.1", bucket_bytes=16)
-    assert time.monotonic() - started < 10
-    assert set(failed) == {"http://127.0.0.1:9", refusing_engine}
-    assert "init_weights_update_group: 400" in failed[refusing_engine]
+    failed = pusher.push(receivers(gone, engines[0].url), "1.1")
+    assert time.monotonic() - started < 20
+    assert set(failed) == {gone, engines[0].url}
+    assert "init_weights_update_group: 400" in failed[engines[0].url]
+    pusher.close()
+
+
+def test_an_engine_that_hangs_is_dropped_after_the_timeout_and_is_left_neither_paused_nor_in_an_update(
+    world: Backend, tmp_path: Path, engines: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_sao.weights.link.SourceLink.connect", lambda self: None)
+    monkeypatch.setattr("megatron_sao.weights.link.SourceLink.send", lambda self, bucket: None)
+    engines += [FakeEngine(hung=("/begin_weight_update",)), FakeEngine(refused=("/end_weight_update",)), FakeEngine()]
+    hung, refusing, good = engines
+    pusher = make_pusher(world, tmp_path)
+    started = time.monotonic()
+    failed = pusher.push(receivers(hung.url, refusing.url, good.url), "1.1")
+    assert time.monotonic() - started < 20
+    assert set(failed) == {hung.url, refusing.url}
+    cleaned = ["/end_weight_update", "/abort_request", "/continue_generation"]
+    assert hung.calls[-3:] == cleaned and refusing.calls[-3:] == cleaned
+    assert good.calls == [
+        "/end_weight_update", "/pause_generation", "/begin_weight_update", "/update_weights_from_distributed",
+        "/end_weight_update", "/continue_generation",
+    ]  # fmt: skip
+    pusher.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,10 +53,10 @@ def make_sidecar(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_SAO_TOKEN", "token")
     monkeypatch.setenv("MEGATRON_SAO_BUFFER", "http://127.0.0.1:9")
 
-    def make(code: str, **engine: Any) -> tuple[sidecar.Sidecar, FakeRegistry]:
+    def make(code: str, weights: dict[str, Any] | None = None, **engine: Any) -> tuple[sidecar.Sidecar, FakeRegistry]:
         command = lambda config, port, model, version: ([sys.executable, "-c", code, str(port), version], {})  # noqa: E731
         monkeypatch.setattr(sidecar, "sglang_command", command)
-        settings = run_config(tmp_path, engine=engine)
+        settings = run_config(tmp_path, engine=engine, weights=weights or {})
         made = sidecar.Sidecar(settings, tmp_path, 0, 0)
         made._buffer = FakeRegistry()
         return made, made._buffer
@@ -87,6 +89,25 @@ def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(mak
     with pytest.raises(ServerFailed, match=r"(?s)max_restarts = 2 .*exit code 3.*out of memory"):
         asyncio.run(made.run())
     assert registry.registered == []
+
+
+def test_under_delta_the_sidecar_follows_published_versions_with_a_copy(make_sidecar, tmp_path):
+    made, _ = make_sidecar(SERVER, weights={"mode": "delta"})
+    published = tmp_path / "weights" / "full" / "1.0"
+    published.mkdir(parents=True)
+    (published / "config.json").write_text("{}")
+    (tmp_path / "weights" / "latest.json").write_text('{"version": "1.0"}')
+    report = tmp_path / "weights" / "engines" / "engine-0.json"
+
+    async def run() -> dict[str, Any]:
+        task = asyncio.create_task(made.run())
+        await eventually(report.exists, seconds=60)  # Megatron is imported for it
+        task.cancel()
+        await asyncio.wait([task])
+        return json.loads(report.read_text())
+
+    said = asyncio.run(run())
+    assert said["version"] == "1.0" and (Path(said["path"]) / "config.json").exists()
 
 
 def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):

@@ -1,0 +1,71 @@
+"""Run under torchrun with four ranks: the weights of two models gathered under many layouts.
+
+torchrun --nproc-per-node 4 -m tests.distributed.walk_gather GLM4_MOE LLAMA OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_sao.models.build import build_critic, build_policy
+from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.weights.export import HFExporter
+from megatron_sao.weights.gather import Gatherer, collect_weights, trainer_layout
+from megatron_sao.weights.load import load_hf_weights
+from megatron_sao.weights.reshard import build_plan, spread_sources
+from tests.distributed.offline import offline_config
+
+BUCKET_BYTES = 40_000
+SP = {"sequence_parallel": True}
+LAYOUTS = {  # model, sizes, sources per pipeline stage
+    "dp4": ("glm4_moe", {}, 4),
+    "ep4": ("glm4_moe", {"ep": 4}, 1),
+    "ep2_etp2": ("glm4_moe", {"tp": 2, "ep": 2, "etp": 2} | SP, 2),
+    "tp2_ep2": ("glm4_moe", {"tp": 2, "ep": 2} | SP, 1),
+    "tp2_pp2": ("glm4_moe", {"tp": 2, "pp": 2} | SP, 2),
+    "pp2_ep2": ("glm4_moe", {"pp": 2, "ep": 2}, 1),
+    "pp2_interleaved": ("glm4_moe", {"pp": 2, "vpp": 2, "ep": 2}, 1),
+    "cp2_ep2": ("glm4_moe", {"cp": 2, "ep": 2}, 2),
+    "tied_tp2_pp2": ("llama", {"tp": 2, "pp": 2}, 1),
+}
+
+
+def main(models: dict[str, Path], out: Path) -> None:
+    backend = None
+    for name, (model_name, sizes, sources) in LAYOUTS.items():
+        parallel = {"world_size": 4, "nproc_per_node": 4} | sizes
+        config = offline_config(models[model_name], parallel=parallel)
+        if backend is None:
+            backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
+        else:
+            set_layout(config.parallel, config.seed)
+        model = read_hf_model(models[model_name])
+        megatron = transformer_config(model, config.model, config.parallel)
+        policy = build_policy(model, megatron, "native")
+        load_hf_weights(policy, model, megatron, "policy")
+        layout = trainer_layout(model, megatron, dist.get_world_size())
+        weights = collect_weights(policy, model, megatron, layout)
+        plan = build_plan(weights, layout, BUCKET_BYTES, spread_sources(layout, sources))
+        mine = {}
+        for bucket in Gatherer(plan, policy, megatron).buckets():
+            if bucket is not None:
+                assert sum(t.nbytes for _, t in bucket.tensors) == bucket.data.nbytes
+                mine |= {tensor_name: tensor.clone() for tensor_name, tensor in bucket.tensors}
+        save_file(mine, out / f"{name}-source{dist.get_rank()}.safetensors")
+        critic = build_critic(model, megatron, "native", bias=0.0, seed=0)
+        load_hf_weights(critic, model, megatron, "critic")
+        for head, chunks in (("policy", policy), ("critic", critic)):
+            whole = dict(HFExporter(chunks, model, megatron, head).tensors())
+            if dist.get_rank() == 0:
+                save_file(whole, out / f"{name}-{head}.safetensors")
+    stop_runtime()
+
+
+if __name__ == "__main__":
+    glm4_moe, llama, out = (Path(argument) for argument in sys.argv[1:])
+    main({"glm4_moe": glm4_moe, "llama": llama}, out)

@@ -1,0 +1,97 @@
+"""What the registry is told around a push, and which engines are pushed to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from megatron_sao.buffer.client import BufferError, EngineInfo
+from megatron_sao.config import ParallelConfig
+from megatron_sao.models.backend import Backend
+from megatron_sao.trainer.fleet import EngineFleet
+from megatron_sao.trainer.world import World
+from megatron_sao.weights.publish import Receiver
+
+pytestmark = pytest.mark.unit
+
+
+@dataclass
+class Registry:
+    """In place of the buffer: engines by id, and every mark in order."""
+
+    by_id: dict[str, EngineInfo] = field(default_factory=dict)
+    log: list[tuple[str, ...]] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)  # registered anew while they were pushed to
+
+    def engines(self) -> list[EngineInfo]:
+        return list(self.by_id.values())
+
+    def mark_engine(self, id: str, state: str, version: str | None, incarnation: int) -> None:
+        if id not in self.by_id:
+            raise BufferError(404, "no such engine")
+        if state == "clean" and id in self.lost:
+            raise BufferError(409, "registered anew")
+        self.by_id[id] = replace(self.by_id[id], state=state, version=version)
+        self.log.append((state, id))
+
+
+class Pusher:
+    """In place of a WeightPusher: fails the engines in ``broken``."""
+
+    def __init__(self, log: list[tuple[str, ...]]) -> None:
+        self.log, self.broken, self.forgotten, self.fresh = log, set(), [], []
+
+    def forget(self, keys: list[str]) -> None:
+        self.forgotten += keys
+
+    def push(self, receivers: list[Receiver], version: str) -> dict[str, str]:
+        self.log.append(("push", version, *(receiver.id for receiver in receivers)))
+        self.fresh = [receiver.id for receiver in receivers if receiver.fresh]
+        return {receiver.key: "broken" for receiver in receivers if receiver.id in self.broken}
+
+
+@pytest.fixture
+def fleet(world: Backend) -> EngineFleet:
+    registry = Registry()
+    made = EngineFleet(registry, Pusher(registry.log), 3, 7, World.current(torch.device("cpu"), ParallelConfig()))
+    for id in ("a", "b"):
+        registry.by_id[id] = EngineInfo(id, f"http://{id}", "dirty", None, 1, 0.0)
+    return made
+
+
+def test_engines_are_dirty_during_a_push_and_a_failed_one_stays_so(fleet: EngineFleet) -> None:
+    registry, pusher = fleet._client, fleet._pusher
+    pusher.broken = {"b"}
+    fleet.publish(8)
+    assert registry.log == [("dirty", "a"), ("dirty", "b"), ("push", "3.8", "a", "b"), ("clean", "a")]
+    assert [(e.state, e.version) for e in registry.engines()] == [("clean", "3.8"), ("dirty", None)]
+    assert pusher.fresh == ["a", "b"]
+
+
+def test_only_engines_without_the_published_weights_are_refreshed(fleet: EngineFleet) -> None:
+    registry, pusher = fleet._client, fleet._pusher
+    fleet.publish(8)
+    registry.by_id["c"] = EngineInfo("c", "http://c", "dirty", None, 1, 0.0)  # joins
+    registry.log.clear()
+    fleet.refresh(8, interval=0.0)
+    assert registry.log == [("dirty", "c"), ("push", "3.8", "c"), ("clean", "c")]
+    registry.log.clear()
+    fleet.refresh(8, interval=0.0)
+    assert registry.log == []
+    registry.by_id["a"] = replace(registry.by_id["a"], state="dirty")
+    fleet.refresh(9, interval=0.0)  # the policy has moved on: everyone gets what it is now
+    assert ("push", "3.9", "a", "b", "c") in registry.log
+    assert pusher.fresh == ["a"], "its process may be new, the others' groups stand"
+
+
+def test_an_engine_that_leaves_is_forgotten_and_one_that_restarts_in_mid_push_stays_dirty(fleet: EngineFleet) -> None:
+    registry, pusher = fleet._client, fleet._pusher
+    fleet.publish(8)
+    registry.by_id["a"] = replace(registry.by_id["a"], state="down")
+    registry.lost = {"b"}
+    fleet.publish(9)
+    assert pusher.forgotten == ["a http://a"]
+    assert registry.by_id["b"].state == "dirty"
+    assert ("push", "3.9", "b") in registry.log
