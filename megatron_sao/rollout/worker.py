@@ -21,6 +21,7 @@ from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
 from megatron_sao.rollout.engine import until_signalled
 from megatron_sao.rollout.environment import Environment, EnvironmentFailure, Reward, load_object
 from megatron_sao.rollout.session import BudgetExceeded, Session
+from megatron_sao.run_identity import run_identity
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        asyncio.run(until_signalled(_work(config, worker_id)))
+        asyncio.run(until_signalled(_work(config, worker_id, run_identity(run_dir, config.name))))
     except* ConfigError as group:
         log.error("worker %s cannot run: %s", worker_id, group.exceptions[0])
         return_code = 2  # it would end the same way again
@@ -50,14 +51,14 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     return return_code
 
 
-async def _work(config: RunConfig, worker_id: str) -> None:
+async def _work(config: RunConfig, worker_id: str, run_id: str) -> None:
     url, token = buffer_address()
     buffer = AsyncBufferClient(url, token)
     limits = ModelLimits.of(config.model.path, config.engine.sglang.get("context_length"))
     try:
         routing = replayed_routing(config)
         async with EngineClient(limits, token, buffer.engines, config.rollout.max_retries, routing) as engine:
-            player = Player(config, engine, load_tokenizer(config.model.path))
+            player = Player(config, engine, load_tokenizer(config.model.path), run_id)
             await Worker(config, worker_id, buffer, player).run()
     finally:
         await buffer.close()
@@ -74,11 +75,12 @@ def load_tokenizer(model_path: Path) -> Any:
 
 
 class Player:
-    """Plays single episodes with the run's environment and reward, on any engine."""
+    """Plays single episodes with the run's environment and reward, on any engine. ``run_id`` goes into every
+    trajectory; default ``config.name``."""
 
-    def __init__(self, config: RunConfig, engine: EngineClient, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, engine: EngineClient, tokenizer: Any, run_id: str | None = None) -> None:
         self._rollout = config.rollout
-        self._run_id = config.name
+        self._run_id = run_id or config.name
         self._engine = engine
         self._tokenizer = tokenizer
         environment = load_object(config.rollout.environment, "rollout.environment")

@@ -18,6 +18,7 @@ from megatron_sao.distributed import broadcast_json
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.run_identity import run_identity
 from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position
 from megatron_sao.trainer.critic import Critic, freeze_critic
 from megatron_sao.trainer.fleet import EngineFleet
@@ -193,7 +194,9 @@ class Run:
             stage.source = self.recorded
             return
         if self.incarnation is None and self.world.is_leader:
-            self.incarnation = self.client.register_trainer(self.config.name, policy_version)
+            self.incarnation = self.client.register_trainer(
+                run_identity(self.run_dir, self.config.name), policy_version
+            )
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
         stage.fleet = EngineFleet(
             self.client, stage.exporter, self.incarnation, policy_version, self.world, self.backend.distributed_backend

@@ -26,6 +26,7 @@ class Buffer:
     def __init__(self, directory, config=None, **sections):
         self.directory = directory
         (directory / "config.json").write_text('{"vocab_size": 7}')
+        (directory / "run_id").write_text("test\n")
         for name in ("train", "eval"):
             lines = [json.dumps({"id": f"{name}/{i}", "prompt": str(i)}) for i in range(16)]
             (directory / f"{name}.jsonl").write_text("\n".join(lines))

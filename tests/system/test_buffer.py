@@ -1,12 +1,14 @@
 """The buffer as a process: real HTTP, real kills."""
 
 import asyncio
+import json
 import signal
 import socket
 import threading
 import time
 
 import httpx
+import jsonschema
 import pytest
 
 from megatron_sao.buffer.client import BufferClient, BufferError, BufferUnavailable
@@ -263,6 +265,46 @@ def test_a_body_over_the_limit_is_refused_with_or_without_a_length(shared):
     assert shared.post("/v1/trajectories", b"x" * 1001).status_code == 413
     assert shared.post("/v1/trajectories", iter([b"x" * 600, b"x" * 600])).status_code == 413
     assert shared.post("/v1/trajectories", b"x" * 1000).status_code == 422
+
+
+def test_the_openapi_document_describes_every_call_and_every_answer(buffer):
+    """Each call is made once, and its answer and its status are those of the document."""
+    document = buffer.get("/v1/openapi.json").json()
+    jsonschema.Draft202012Validator.check_schema(document["components"]["schemas"])
+    trajectory = make_trajectory(task_id="train/0", versions=[("1.0", 2, 6)], id="mine").encode()
+    calls = [
+        ("get", "/healthz", {}, None, 200),
+        ("post", "/v1/trainers", {}, {"run_id": "test", "policy_version": 0}, 200),
+        ("post", "/v1/engines", {}, {"id": "e", "url": "http://e", "tp": 1}, 200),
+        ("post", "/v1/engines/{id}/state", {"id": "e"}, {"state": "dirty", "version": None, "incarnation": 1}, 200),
+        ("post", "/v1/engines/{id}/state", {"id": "e"}, {"state": "clean", "version": "1.0", "incarnation": 1}, 200),
+        ("post", "/v1/engines/{id}/heartbeat", {"id": "e"}, {"sick": None}, 200),
+        ("get", "/v1/engines", {}, None, 200),
+        ("post", "/v1/evaluations/{stage}/{step}", {"stage": "rl", "step": "0"},
+            {"incarnation": 1, "version": "1.0", "num_prompts": 1}, 200),
+        ("post", "/v1/evaluations/{stage}/{step}/result", {"stage": "rl", "step": "0"}, {"incarnation": 1}, 200),
+        ("post", "/v1/tasks/lease", {}, {"worker_id": "w", "request_id": "r", "max_leases": 2}, 200),
+        ("post", "/v1/tasks/{visit_id}/renew", {"visit_id": "1"}, {"attempt": 1}, 200),
+        ("post", "/v1/tasks/{visit_id}/release", {"visit_id": "1"}, {"attempt": 1, "reason": "enough"}, 200),
+        ("post", "/v1/trajectories", {}, trajectory, 422),  # not the first task of the shuffled order
+        ("post", "/v1/batches/{stage}/{step}", {"stage": "rl", "step": "0"},
+            {"incarnation": 1, "batch_size": 2, "policy_version": 0}, 200),
+        ("post", "/v1/commits/{stage}/{step}", {"stage": "rl", "step": "0"}, {"incarnation": 7}, 409),
+        ("post", "/v1/commits/{stage}/{step}", {"stage": "rl", "step": "0"}, {"incarnation": 1}, 200),
+        ("get", "/v1/trajectories/{id}", {"id": "nobody"}, None, 404),
+        ("get", "/v1/dropped", {}, None, 200),
+        ("get", "/v1/aside", {}, None, 200),
+        ("get", "/v1/stats", {}, None, 200),
+    ]  # fmt: skip
+    for method, path, parameters, body, status in calls:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else b""
+        url = path.format(**parameters)
+        response = buffer.get(url) if method == "get" else buffer.post(url, content)
+        assert response.status_code == status, (path, response.text)
+        described = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]["schema"]
+        jsonschema.validate(response.json(), described | {"components": document["components"]})
+    documented = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert documented - {(method, path) for method, path, *_ in calls} == {("get", "/metrics")}
 
 
 def test_metrics_are_in_the_prometheus_format(shared):
