@@ -141,7 +141,15 @@ def impatient_protocol(guard: Guard) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
+            """What follows a valid head is no HTTP: its request may be in the application's hands already."""
             guard.refused += 1
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if cycle.response_started:
+                    self.transport.close()
+                    return
             super().send_400_response(msg)
 
         def _watch(self) -> None:

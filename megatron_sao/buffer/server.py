@@ -26,6 +26,7 @@ from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from megatron_sao.buffer import schema
+from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.guard import Guard, error_response, impatient_protocol
 from megatron_sao.buffer.schema import Count, PageSize, Stage
@@ -105,7 +106,7 @@ class Service:
                 return None
 
     async def submit(self, payload: bytes) -> str:
-        item = await asyncio.to_thread(self._admit, payload)
+        item = await asyncio.to_thread(admit, payload, self.config, self._vocab_size, self._routing)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._submissions.put_nowait((item, answer))
         return await answer
@@ -135,11 +136,6 @@ class Service:
     async def close(self) -> None:
         await self.call(self.store.close)
         self._thread.shutdown()
-
-    def _admit(self, payload: bytes) -> tuple[Trajectory, bytes]:
-        trajectory = Trajectory.decode(payload)
-        valid = trajectory.validate(self._vocab_size, self.config.rollout.max_tokens, self._routing)
-        return (trajectory, payload) if valid is trajectory else (valid, valid.encode())
 
 
 def create_app(service: Service, token: str) -> Guard:
