@@ -87,6 +87,8 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
     finally:
         watch.cancel()
         _kill(process.pid)
+        while await process.stdout.read(65536):  # wait() returns only once the pipe has been emptied
+            pass
         await process.wait()
     if process.returncode == jail.UNAVAILABLE:
         raise SandboxUnavailable(output.decode(errors="replace").strip())
