@@ -1,9 +1,10 @@
-"""``python -m tools.bench.rollout MODEL_DIR``: what the rollout worker costs, beside the same load sent straight to SGLang.
+"""``python -m tools.bench.rollout MODEL_DIR``: what the rollout worker costs, beside the same load straight to SGLang.
 
-One SGLang server; ``--concurrency`` episodes at once, each of ``--turns`` turns with an observation in between. *Straight*:
-coroutines that post to ``/generate`` and read the answer, nothing else. *Worker*: the product's Worker, Player, Session
-and EngineClient with an environment that plays the same turns; visits come from memory, and every trajectory is encoded
-as for the buffer. Both ask with the same parameters. They take turns, ``--rounds`` each, and the medians are compared.
+One SGLang server; ``--concurrency`` episodes at once, each of ``--turns`` turns with an observation in between.
+*Straight*: coroutines that post to ``/generate`` and read the answer, nothing else. *Worker*: the product's Worker,
+Player, Session and EngineClient with an environment that plays the same turns; visits come from memory, and every
+trajectory is encoded as for the buffer. Both ask with the same parameters. They take turns, ``--rounds`` each, and the
+medians are compared.
 """
 
 from __future__ import annotations
