@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from aiohttp import web
 
-TOKENS_PER_SECOND = 40.0
+TOKENS_PER_SECOND = 20.0
 
 
 class Engine:

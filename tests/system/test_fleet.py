@@ -112,8 +112,15 @@ class Fleet:
             self.step += 1
             self.push()
 
-    def while_episodes_are_in_flight(self):
-        wait_until(lambda: sum(self.in_flight(name) for name in self.engines) >= 8, "8 episodes in flight")
+    def until_episodes_are_in_flight(self, *names):
+        """Take batches, which lets new episodes begin, until each of these engines (default: all) plays some."""
+        for _ in range(30):
+            self.train(1)
+            for _ in range(10):
+                if all(self.in_flight(name) for name in names or self.engines):
+                    return
+                time.sleep(0.02)
+        raise AssertionError(f"no episodes in flight: {self.trainer.stats()}")
 
     def in_flight(self, name):
         if self.engines[name].poll() is not None:
@@ -183,7 +190,7 @@ def account(fleet):
 
 def test_a_weight_update_changes_versions_within_episodes_and_loses_none(fleet):
     fleet.train(3)
-    fleet.while_episodes_are_in_flight()
+    fleet.until_episodes_are_in_flight()
     fleet.push()
     fleet.train(2)
     assert any(len(trajectory.action_versions) > 1 for trajectory in fleet.trained)
@@ -191,9 +198,8 @@ def test_a_weight_update_changes_versions_within_episodes_and_loses_none(fleet):
 
 
 def test_an_engine_crash_moves_its_turns_to_the_other_one(fleet):
-    fleet.while_episodes_are_in_flight()
+    fleet.until_episodes_are_in_flight("engine-0")
     before = len(fleet.trained)
-    wait_until(lambda: fleet.in_flight("engine-0"), "episode on engine-0")
     fleet.engines["engine-0"].kill()
     fleet.engines["engine-0"].wait()
     fleet.train(3)
@@ -201,11 +207,11 @@ def test_an_engine_crash_moves_its_turns_to_the_other_one(fleet):
     assert fleet.trainer.stats()["leases_expired"] == fleet.trainer.stats()["leases_released"] == 0
     fleet.start_engine("engine-0")  # as its sidecar would; it serves once the trainer has pushed
     fleet.push()
-    wait_until(lambda: fleet.in_flight("engine-0"), "episode on the engine that returned")
+    fleet.until_episodes_are_in_flight("engine-0")
 
 
 def test_a_worker_crash_sends_its_visits_out_again(fleet):
-    fleet.while_episodes_are_in_flight()
+    fleet.until_episodes_are_in_flight()
     fleet.workers["worker-0"].kill()
     fleet.workers["worker-0"].wait()
     fleet.start_worker("worker-0")
@@ -216,7 +222,7 @@ def test_a_worker_crash_sends_its_visits_out_again(fleet):
 
 
 def test_a_buffer_restart_interrupts_nobody(fleet):
-    fleet.while_episodes_are_in_flight()
+    fleet.until_episodes_are_in_flight()
     released = fleet.trainer.stats()["leases_released"]
     fleet.buffer.kill()
     time.sleep(1)
@@ -227,7 +233,7 @@ def test_a_buffer_restart_interrupts_nobody(fleet):
 
 def test_a_trainer_restart_gets_the_recorded_batches_and_goes_on(fleet):
     fleet.train(1)
-    fleet.while_episodes_are_in_flight()
+    fleet.until_episodes_are_in_flight()
     fleet.step -= 2
     trained = list(fleet.trained)
     fleet.register_trainer()
