@@ -220,7 +220,7 @@ class RolloutConfig(Section):
     max_turns: PositiveInt = 16
     max_tokens: PositiveInt = 4096  # per trajectory, prompt and observations included
     max_tokens_per_turn: PositiveInt = 1024
-    episode_timeout: float = Field(3600.0, gt=0)  # seconds
+    episode_timeout: float = Field(3600.0, gt=0)  # seconds of wall time
     max_retries: int = Field(5, ge=0)  # generation attempts per turn when an engine fails
     sampling: SamplingConfig = SamplingConfig()
 

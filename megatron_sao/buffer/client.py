@@ -60,7 +60,9 @@ class EngineInfo:
 
     id: str
     url: str
-    state: str  # "clean": holds exactly `version`; "dirty": weights unknown or mid-push; "down": no heartbeat
+    # "clean": holds exactly `version`; "dirty": weights unknown or mid-push; "sick": its sidecar says it cannot serve;
+    # "down": no heartbeat
+    state: str
     version: str | None
     tp: int
     heartbeat_age: float
@@ -231,6 +233,15 @@ class BufferClient:
         body = {"state": state, "version": version, "incarnation": incarnation}
         self._send(_Call("POST", f"/v1/engines/{_quoted(id)}/state", _nothing, body))
 
+    def dropped(self, after: int = 0, limit: int = 100) -> list[dict[str, Any]]:
+        """What was not trained on and why, oldest first from behind the serial ``after``; the newest 10,000 stay."""
+        path = f"/v1/dropped?after={after}&limit={limit}"
+        return self._send(_Call("GET", path, _field("dropped")))
+
+    def aside(self, after: int = 0, limit: int = 100) -> list[dict[str, Any]]:
+        """Visits given up after ``buffer.max_attempts`` leases, by id from behind ``after``."""
+        return self._send(_Call("GET", f"/v1/aside?after={after}&limit={limit}", _field("aside")))
+
     def stats(self) -> dict[str, Any]:
         return self._send(_Call("GET", "/v1/stats", httpx.Response.json))
 
@@ -300,9 +311,10 @@ class AsyncBufferClient:
     async def register_engine(self, id: str, url: str, tp: int) -> None:
         await self._send(_Call("POST", "/v1/engines", _nothing, {"id": id, "url": url, "tp": tp}))
 
-    async def heartbeat_engine(self, id: str) -> EngineInfo:
+    async def heartbeat_engine(self, id: str, sick: str | None = None) -> EngineInfo:
+        """``sick``: why the server cannot serve; it gets no requests until a heartbeat without, and a push."""
         path = f"/v1/engines/{_quoted(id)}/heartbeat"
-        return await self._send(_Call("POST", path, lambda response: EngineInfo(**response.json()), {}))
+        return await self._send(_Call("POST", path, lambda response: EngineInfo(**response.json()), {"sick": sick}))
 
     async def engines(self) -> list[EngineInfo]:
         return await self._send(_engines_call())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE counters(name TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -36,6 +36,9 @@ CREATE TABLE batches(
 CREATE TABLE evaluations(
     id INTEGER PRIMARY KEY AUTOINCREMENT, stage INTEGER NOT NULL, step INTEGER NOT NULL,
     version TEXT NOT NULL, num_prompts INTEGER NOT NULL, UNIQUE(stage, step));
+CREATE TABLE drops(
+    serial INTEGER PRIMARY KEY AUTOINCREMENT, counter TEXT NOT NULL, trajectory TEXT NOT NULL, kind TEXT NOT NULL,
+    task_id TEXT NOT NULL, epoch INTEGER NOT NULL, reason TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE engines(
     id TEXT PRIMARY KEY, url TEXT NOT NULL, tp INTEGER NOT NULL, state TEXT NOT NULL, version TEXT,
     pushing INTEGER NOT NULL);         -- incarnation that marked it dirty since it registered, else 0

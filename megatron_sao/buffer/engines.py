@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from megatron_sao.buffer.database import Database, StoreError
 
+log = logging.getLogger(__name__)
+
 HEARTBEAT_LIMIT = 15.0  # seconds without a heartbeat after which an engine is "down"
 
 
 class Engines:
-    """States: dirty on registration; the trainer marks dirty, pushes, marks clean; down without heartbeats.
+    """States: dirty on registration; the trainer marks dirty, pushes, marks clean; down without heartbeats; sick while
+    its sidecar says so. Only a clean engine gets requests, and one that was down or sick comes back dirty.
 
-    Heartbeats are kept in memory: after a restart of the buffer every engine counts as just heard.
+    Heartbeats are kept in memory: after a restart of the buffer every engine counts as just heard, and well.
     """
 
     def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
         self._clock = clock
         self._heard = {row["id"]: clock() for row in db.rows("SELECT id FROM engines")}
+        self._sick: set[str] = set()
 
     def register(self, id: str, url: str, tp: int) -> None:
         """A new or restarted server: its weights are unknown, even if a push to its predecessor is under way."""
         with self._db.transaction():
             self._db.run("INSERT OR REPLACE INTO engines VALUES(?, ?, ?, 'dirty', NULL, 0)", id, url, tp)
         self._heard[id] = self._clock()
+        self._sick.discard(id)
 
-    def heartbeat(self, id: str) -> dict[str, Any]:
+    def heartbeat(self, id: str, sick: str | None = None) -> dict[str, Any]:
+        """``sick``: why the sidecar thinks that its server cannot serve, else None. Returns the engine as listed."""
         self._known(id)
-        if self._age(id) > HEARTBEAT_LIMIT:
+        if sick is not None and id not in self._sick:
+            log.warning("engine %s is sick: %s", id, sick)
+            self._sick.add(id)
+        if self._age(id) > HEARTBEAT_LIMIT or (sick is None and id in self._sick):
+            self._sick.discard(id)
             # Pushes have passed it by while it was away, so what it holds may be old.
             with self._db.transaction():
                 self._db.run("UPDATE engines SET state='dirty', version=NULL, pushing=0 WHERE id=?", id)
@@ -63,7 +74,8 @@ class Engines:
         engines = []
         for row in self._db.rows("SELECT id, url, tp, state, version FROM engines ORDER BY id"):
             age = self._age(row["id"])
-            engines.append(dict(row) | {"heartbeat_age": age} | ({"state": "down"} if age > HEARTBEAT_LIMIT else {}))
+            state = "down" if age > HEARTBEAT_LIMIT else "sick" if row["id"] in self._sick else row["state"]
+            engines.append(dict(row) | {"heartbeat_age": age, "state": state})
         return engines
 
     def clean_versions(self) -> set[str]:

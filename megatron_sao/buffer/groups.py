@@ -9,6 +9,7 @@ from __future__ import annotations
 from sqlite3 import Row
 
 from megatron_sao.buffer.database import Database
+from megatron_sao.buffer.drops import Drops
 
 
 class Groups:
@@ -18,8 +19,9 @@ class Groups:
         size: G, ``rl.group_size``.
     """
 
-    def __init__(self, db: Database, size: int) -> None:
+    def __init__(self, db: Database, drops: Drops, size: int) -> None:
         self._db = db
+        self._drops = drops
         self.size = size
 
     def label(self, kind: str, task_id: str, epoch: int) -> str | None:
@@ -67,8 +69,6 @@ class Groups:
                 "SELECT id FROM visits WHERE kind='train' AND epoch=? AND task_id=?", epoch, lost["task_id"]
             )
             self._db.run("UPDATE visits SET state='aside', reason=? WHERE id=? AND state!='aside'", reason, visit)
-            dropped = self._db.run(
-                "UPDATE trajectories SET state='dropped', reason=? WHERE visit=? AND state='stored'", reason, visit
-            )
-            if dropped.rowcount:
-                self._db.count("dropped_incomplete_group", dropped.rowcount)
+            for stored in self._db.rows("SELECT id FROM trajectories WHERE visit=? AND state='stored'", visit):
+                self._db.run("UPDATE trajectories SET state='dropped', reason=? WHERE id=?", reason, stored["id"])
+                self._drops.add("dropped_incomplete_group", stored["id"], "train", lost["task_id"], epoch, reason)

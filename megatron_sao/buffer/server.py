@@ -7,104 +7,55 @@ cost of an fsync is shared under load.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import os
+import resource
 import socket
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
+from megatron_sao.buffer import schema
+from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
+from megatron_sao.buffer.guard import Guard, error_response, impatient_protocol
+from megatron_sao.buffer.schema import Count, PageSize, Stage
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
-from megatron_sao.data.trajectory import VERSION, Trajectory, TrajectoryError
+from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.logs import start_logging
+from megatron_sao.run_identity import run_identity
 
 log = logging.getLogger(__name__)
 
-JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 GROUP_LIMIT = 64  # submissions written with one fsync
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
 
-Stage = Literal["sft", "value", "rl"]
-Count = Annotated[int, Field(ge=0, lt=2**62)]
-Wait = Annotated[float, Field(ge=0, le=600)]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
-Version = Annotated[str, Field(pattern=f"^{VERSION.pattern}$")]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class TrainerBody(Body):
-    run_id: Name
-    policy_version: Count
-
-
-class BatchBody(Body):
-    incarnation: Count
-    batch_size: Annotated[int, Field(ge=1, le=2**20)]
-    policy_version: Count
-    wait: Wait = 0.0
-
-
-class IncarnationBody(Body):
-    incarnation: Count
-
-
-class ResultBody(IncarnationBody):
-    wait: Wait = 0.0
-
-
-class EvaluationBody(IncarnationBody):
-    version: Version
-    num_prompts: Count
-
-
-class EngineBody(Body):
-    id: Name
-    url: Name
-    tp: Annotated[int, Field(ge=1)]
-
-
-class DirtyBody(IncarnationBody):
-    state: Literal["dirty"]
-    version: None = None
-
-
-class CleanBody(IncarnationBody):
-    state: Literal["clean"]
-    version: Version
-
-
-class LeaseBody(Body):
-    worker_id: Name
-    request_id: Name
-    max_leases: Annotated[int, Field(ge=1, le=4096)]
-    wait: Wait = 0.0
-
-
-class RenewBody(Body):
-    attempt: Count
-
-
-class ReleaseBody(RenewBody):
-    reason: Annotated[str, Field(max_length=4096)]
+REFUSED = {  # status codes of any call, for the OpenAPI document
+    401: "no token, or a wrong one",
+    404: "no such thing",
+    408: "the body came too slowly",
+    409: "in conflict with what has happened; asking again will not help",
+    410: "collected after a commit",
+    413: "the body is too large",
+    422: "malformed, or in conflict with the run's config",
+    429: "full; try again after Retry-After",
+    503: "the disk does not take it; try again after Retry-After",
+}
+TRAJECTORY = {"content": {"application/msgpack": {"schema": {"type": "string", "format": "binary"}}}}
 
 
 class Service:
@@ -124,6 +75,10 @@ class Service:
         self._changed = asyncio.Event()
         self._submissions: asyncio.Queue[tuple[tuple[Trajectory, bytes], asyncio.Future[str]]] = asyncio.Queue()
         self._closing = False
+        self.refused: Callable[[], int] = lambda: 0  # of the guard in front
+
+    async def stats(self) -> dict[str, Any]:
+        return await self.call(self.store.stats) | {"requests_refused": self.refused()}
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
@@ -155,7 +110,7 @@ class Service:
                 return None
 
     async def submit(self, payload: bytes) -> str:
-        item = await asyncio.to_thread(self._admit, payload)
+        item = await asyncio.to_thread(admit, payload, self.config, self._vocab_size, self._routing)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._submissions.put_nowait((item, answer))
         return await answer
@@ -186,11 +141,6 @@ class Service:
         await self.call(self.store.close)
         self._thread.shutdown()
 
-    def _admit(self, payload: bytes) -> tuple[Trajectory, bytes]:
-        trajectory = Trajectory.decode(payload)
-        valid = trajectory.validate(self._vocab_size, self.config.rollout.max_tokens, self._routing)
-        return (trajectory, payload) if valid is trajectory else (valid, valid.encode())
-
 
 def create_app(service: Service, token: str) -> Guard:
     """The ASGI application."""
@@ -202,66 +152,81 @@ def create_app(service: Service, token: str) -> Guard:
         writer.cancel()
         await service.close()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="megatron_sao buffer",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/v1/openapi.json",
+        responses={status: {"model": schema.Refusal, "description": why} for status, why in REFUSED.items()},
+        dependencies=[Depends(HTTPBearer(auto_error=False))],  # for the document; the guard checks it first
+    )
     _add_trainer_routes(app, service)
     _add_rollout_routes(app, service)
     _add_engine_routes(app, service)
     _add_observer_routes(app, service)
     _add_error_handlers(app)
-    return Guard(app, token, service.config.buffer.max_body_bytes)
+    guard = Guard(app, token, service.config.buffer.max_body_bytes)
+    service.refused = lambda: guard.refused
+    return guard
 
 
 def _add_trainer_routes(app: FastAPI, service: Service) -> None:
     store = service.store
 
-    @app.post("/v1/trainers")
-    async def register(body: TrainerBody) -> dict[str, Any]:
+    @app.post("/v1/trainers", response_model=schema.Incarnation)
+    async def register(body: schema.TrainerBody) -> dict[str, Any]:
         return {"incarnation": await service.change(store.register_trainer, body.run_id, body.policy_version)}
 
-    @app.post("/v1/batches/{stage}/{step}")
-    async def batch(stage: Stage, step: Count, body: BatchBody, request: Request) -> dict[str, Any]:
+    @app.post("/v1/batches/{stage}/{step}", response_model=schema.Batch)
+    async def batch(stage: Stage, step: Count, body: schema.BatchBody, request: Request) -> dict[str, Any]:
         arguments = (stage, step, body.incarnation, body.batch_size, body.policy_version)
         before = await service.change(store.batch, *arguments)  # asking may finish a step, which allows new leases
         return {"entries": before or await service.poll(request, body.wait, store.batch, *arguments)}
 
-    @app.get("/v1/trajectories/{id:path}")
+    @app.get("/v1/trajectories/{id:path}", response_class=Response, responses={200: TRAJECTORY})
     async def trajectory(id: str) -> Response:
         return Response(await service.call(store.archive.read, id), media_type="application/msgpack")
 
-    @app.post("/v1/commits/{stage}/{step}")
-    async def commit(stage: Stage, step: Count, body: IncarnationBody) -> dict[str, Any]:
+    @app.post("/v1/commits/{stage}/{step}", response_model=schema.Done)
+    async def commit(stage: Stage, step: Count, body: schema.IncarnationBody) -> dict[str, Any]:
         await service.call(store.commit, stage, step, body.incarnation)
         return {}
 
-    @app.post("/v1/evaluations/{stage}/{step}")
-    async def start_evaluation(stage: Stage, step: Count, body: EvaluationBody) -> dict[str, Any]:
+    @app.post("/v1/evaluations/{stage}/{step}", response_model=schema.Done)
+    async def start_evaluation(stage: Stage, step: Count, body: schema.EvaluationBody) -> dict[str, Any]:
         arguments = (stage, step, body.incarnation, body.version, body.num_prompts)
         await service.change(store.start_evaluation, *arguments)
         return {}
 
-    @app.post("/v1/evaluations/{stage}/{step}/result")
-    async def evaluation_result(stage: Stage, step: Count, body: ResultBody, request: Request) -> dict[str, Any]:
+    @app.post("/v1/evaluations/{stage}/{step}/result", response_model=schema.EvaluationResult)
+    async def evaluation_result(stage: Stage, step: Count, body: schema.ResultBody, request: Request) -> dict[str, Any]:
         return {"ids": await service.poll(request, body.wait, store.evaluation_result, stage, step, body.incarnation)}
 
 
 def _add_rollout_routes(app: FastAPI, service: Service) -> None:
     visits = service.store.visits
 
-    @app.post("/v1/tasks/lease")
-    async def lease(body: LeaseBody, request: Request) -> dict[str, Any]:
+    @app.post("/v1/tasks/lease", response_model=schema.Leases)
+    async def lease(body: schema.LeaseBody, request: Request) -> dict[str, Any]:
         arguments = (body.worker_id, body.max_leases, body.request_id)
         return {"leases": await service.poll(request, body.wait, visits.lease, *arguments) or []}
 
-    @app.post("/v1/tasks/{visit_id}/renew")
-    async def renew(visit_id: Count, body: RenewBody) -> dict[str, Any]:
+    @app.post("/v1/tasks/{visit_id}/renew", response_model=schema.Renewal)
+    async def renew(visit_id: Count, body: schema.RenewBody) -> dict[str, Any]:
         return {"expires_in": await service.call(visits.renew, visit_id, body.attempt)}
 
-    @app.post("/v1/tasks/{visit_id}/release")
-    async def release(visit_id: Count, body: ReleaseBody) -> dict[str, Any]:
+    @app.post("/v1/tasks/{visit_id}/release", response_model=schema.Done)
+    async def release(visit_id: Count, body: schema.ReleaseBody) -> dict[str, Any]:
         await service.change(visits.release, visit_id, body.attempt, body.reason)
         return {}
 
-    @app.post("/v1/trajectories")
+    @app.post(
+        "/v1/trajectories",
+        response_model=schema.Submission,
+        openapi_extra={"requestBody": TRAJECTORY | {"required": True}},
+    )
     async def submit(request: Request) -> dict[str, Any]:
         return {"result": await service.submit(await request.body())}
 
@@ -269,37 +234,45 @@ def _add_rollout_routes(app: FastAPI, service: Service) -> None:
 def _add_engine_routes(app: FastAPI, service: Service) -> None:
     store = service.store
 
-    @app.post("/v1/engines")
-    async def register(body: EngineBody) -> dict[str, Any]:
+    @app.post("/v1/engines", response_model=schema.Done)
+    async def register(body: schema.EngineBody) -> dict[str, Any]:
         await service.change(store.engines.register, body.id, body.url, body.tp)
         return {}
 
-    @app.get("/v1/engines")
+    @app.get("/v1/engines", response_model=schema.Engines)
     async def engines() -> dict[str, Any]:
         return {
             "engines": await service.call(store.engines.list),
             "current_version": await service.call(store.current_version),
         }
 
-    @app.post("/v1/engines/{id:path}/heartbeat")
-    async def heartbeat(id: str) -> dict[str, Any]:
-        return await service.call(store.engines.heartbeat, id)
+    @app.post("/v1/engines/{id:path}/heartbeat", response_model=schema.Engine)
+    async def heartbeat(id: str, body: schema.HeartbeatBody) -> dict[str, Any]:
+        return await service.change(store.engines.heartbeat, id, body.sick)
 
-    @app.post("/v1/engines/{id:path}/state")
-    async def mark(id: str, body: DirtyBody | CleanBody) -> dict[str, Any]:
+    @app.post("/v1/engines/{id:path}/state", response_model=schema.Done)
+    async def mark(id: str, body: schema.DirtyBody | schema.CleanBody) -> dict[str, Any]:
         await service.change(store.mark_engine, id, body.state, body.version, body.incarnation)
         return {}
 
 
 def _add_observer_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/healthz")
+    @app.get("/healthz", response_model=schema.Health)
     async def healthz() -> dict[str, Any]:
         await service.call(service.store.incarnation)  # the store's thread answers
         return {"status": "ok"}
 
     @app.get("/v1/stats")
     async def stats() -> dict[str, Any]:
-        return await service.call(service.store.stats)
+        return await service.stats()
+
+    @app.get("/v1/dropped", response_model=schema.DroppedPage)
+    async def dropped(after: Count = 0, limit: PageSize = 100) -> dict[str, Any]:
+        return {"dropped": await service.call(service.store.drops.list, after, limit)}
+
+    @app.get("/v1/aside", response_model=schema.AsidePage)
+    async def aside(after: Count = 0, limit: PageSize = 100) -> dict[str, Any]:
+        return {"aside": await service.call(service.store.visits.aside, after, limit)}
 
     @app.get("/v1/trajectories")
     async def index() -> dict[str, Any]:
@@ -312,7 +285,7 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         lines = []
-        for name, value in (await service.call(service.store.stats)).items():
+        for name, value in (await service.stats()).items():
             if isinstance(value, int):
                 kind, metric = ("counter", f"{name}_total") if name in COUNTERS else ("gauge", name)
                 lines += [f"# TYPE megatron_sao_buffer_{metric} {kind}", f"megatron_sao_buffer_{metric} {value}"]
@@ -322,86 +295,25 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(StoreError)
     async def refused(_: Request, error: StoreError) -> JSONResponse:
-        return _error(error.status, str(error))
+        return error_response(error.status, str(error))
 
     @app.exception_handler(TrajectoryError)
     async def malformed(_: Request, error: TrajectoryError) -> JSONResponse:
-        return _error(422, str(error))
+        return error_response(422, str(error))
 
     @app.exception_handler(sqlite3.Error)
     async def unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
-        return _error(503, f"the index cannot be used: {error}; look at the disk of the run directory")
+        return error_response(503, f"the index cannot be used: {error}; look at the disk of the run directory")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        return _error(422, f"{where} = {problem.get('input')!r:.200}: {problem['msg']}")
+        return error_response(422, f"{where} = {problem.get('input')!r:.200}: {problem['msg']}")
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-def _error(status: int, message: str) -> JSONResponse:
-    headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse({"error": message}, status, headers)
-
-
-class Guard:
-    """ASGI middleware in front of everything: the token first, then a bounded body, read whole.
-
-    Args:
-        app: what it guards.
-        max_body_bytes: of a trajectory; four of them may be in memory at once, then 429.
-    """
-
-    def __init__(self, app: Callable[..., Awaitable[None]], token: str, max_body_bytes: int) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode()
-        self._max_body_bytes = max_body_bytes
-        self._held = 0
-
-    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if scope["path"] != "/healthz" and not hmac.compare_digest(given, self._expected):
-            error = _error(401, "the bearer token is missing or wrong; set MEGATRON_SAO_TOKEN to the run's token")
-            await error(scope, receive, send)
-            return
-        limit = self._max_body_bytes if scope["path"] == "/v1/trajectories" else JSON_BODY_LIMIT
-        body = bytearray()
-        try:
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return
-                chunk = message.get("body", b"")
-                body += chunk
-                self._held += len(chunk)
-                more = message.get("more_body", False)
-                if len(body) > limit:
-                    await _error(413, f"the body exceeds {limit} bytes (buffer.max_body_bytes)")(scope, receive, send)
-                    return
-                if self._held > 4 * max(self._max_body_bytes, JSON_BODY_LIMIT):
-                    await _error(429, "too many large bodies at once; try again")(scope, receive, send)
-                    return
-            await self._app(scope, _replay(bytes(body), receive), send)
-        finally:
-            self._held -= len(body)
-
-
-def _replay(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:
-    """A receive channel that yields the whole body once and then what really comes: the disconnect."""
-    first = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> dict[str, Any]:
-        return first.pop() if first else await receive()
-
-    return replay
+        return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
 
 class _Server(uvicorn.Server):
@@ -441,13 +353,24 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     listener = _listen(host, config.buffer.port if port is None else port, run_dir / "buffer.json")
     try:
         eval_tasks = load_tasks(config.data.eval) if config.data.eval else []
-        store = Store(run_dir / "buffer", config, load_tasks(config.data.train), eval_tasks)
+        store = Store(
+            run_dir / "buffer",
+            config,
+            load_tasks(config.data.train),
+            eval_tasks,
+            run_id=run_identity(run_dir, config.name),
+        )
     except (TaskError, StoreError) as error:
         listener.close()
         raise ConfigError(str(error)) from error
     service = Service(store, config, vocab_size, RoutingShape.of(config.model.path))
+    guard = create_app(service, token)
+    # Idle connections cost a file each until they are closed.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     settings = uvicorn.Config(
-        create_app(service, token),
+        guard,
+        http=impatient_protocol(guard),
+        ws="none",
         log_config=None,  # its lines go where ours do
         log_level="warning",
         access_log=False,
@@ -460,7 +383,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         temporary = run_dir / "buffer.json.tmp"
         temporary.write_text(json.dumps({"url": url}) + "\n")
         os.replace(temporary, run_dir / "buffer.json")
-        log.info("serving %s at %s", config.name, url)
+        log.info("serving %s at %s", store.run_id, url)
 
     _Server(settings, service, announce).run(sockets=[listener])
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import Database, StoreError
+from megatron_sao.buffer.drops import DROP_COUNTERS, Drops
 from megatron_sao.buffer.engines import Engines
 from megatron_sao.buffer.segments import Segments
 from megatron_sao.buffer.visits import Visits
@@ -34,10 +35,11 @@ class Store:
         config: of the run.
         tasks, eval_tasks: must be those the directory was created with, as must ``rl.group_size``.
         clock: monotonic seconds.
+        run_id: the only run whose trainers and trajectories are let in; default ``config.name``.
 
     Raises:
-        StoreError: another process owns the directory, or it belongs to other tasks or groups. Every method raises
-            it for a refusal, with the HTTP status that fits.
+        StoreError: another process owns the directory, or it belongs to another run, other tasks or groups. Every
+            method raises it for a refusal, with the HTTP status that fits.
     """
 
     def __init__(
@@ -47,34 +49,45 @@ class Store:
         tasks: list[Task],
         eval_tasks: list[Task],
         clock: Callable[[], float] = time.monotonic,
+        run_id: str | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._config = config
+        self.run_id = run_id or config.name
         self._db = Database(directory / "index.sqlite")
         self._segments = Segments(directory / "segments")
+        try:
+            self._bind(directory, tasks, eval_tasks)
+        except StoreError:
+            self.close()
+            raise
+        self.archive = Archive(self._db, self._segments)
+        self.drops = Drops(self._db)
+        self.engines = Engines(self._db, clock)
+        self.visits = Visits(self._db, self.engines, self.drops, config, tasks, eval_tasks, clock)
+
+    def _bind(self, directory: Path, tasks: list[Task], eval_tasks: list[Task]) -> None:
+        """A new directory belongs to this run, its tasks and its groups from now on; an old one must do so already."""
         digest = hashlib.sha256(json.dumps([asdict(task) for task in tasks + eval_tasks]).encode()).hexdigest()
-        if self._db.get("tasks", digest) != digest:
-            self.close()
-            raise StoreError(
-                409,
-                f"{directory} was filled from other tasks than {config.data.train} and {config.data.eval} "
-                "hold now; restore those files or choose a new run directory",
-            )
-        group_size = config.rl.group_size
-        filled_with = self._db.get("group_size", group_size if self._db.get("tasks") is None else 1)
-        if filled_with != group_size:
-            self.close()
-            raise StoreError(
-                409,
-                f"{directory} was filled with rl.group_size = {filled_with}, now it is {group_size}, which gives every "
-                "epoch number another meaning; restore it or choose a new run directory",
-            )
+        data, group_size = self._config.data, self._config.rl.group_size
+        for key, value, problem in (
+            ("run_id", self.run_id, f"by the run {self._db.get('run_id')!r}, and this is {self.run_id!r}"),
+            ("tasks", digest, f"from other tasks than {data.train} and {data.eval} hold now"),
+            (
+                "group_size",
+                group_size,
+                f"with rl.group_size = {self._db.get('group_size')}, now it is {group_size}, which gives every epoch "
+                "number another meaning",
+            ),
+        ):
+            if self._db.get(key, value) != value:
+                raise StoreError(
+                    409, f"{directory} was filled {problem}; restore what it was or choose a new run directory"
+                )
         with self._db.transaction():
+            self._db.set("run_id", self.run_id)
             self._db.set("tasks", digest)
             self._db.set("group_size", group_size)
-        self.engines = Engines(self._db, clock)
-        self.archive = Archive(self._db, self._segments)
-        self.visits = Visits(self._db, self.engines, config, tasks, eval_tasks, clock)
 
     def close(self) -> None:
         self._segments.close()
@@ -85,9 +98,18 @@ class Store:
     def register_trainer(self, run_id: str, policy_version: int) -> int:
         """Issue the next incarnation. Its predecessors are refused from now on, engines need a push, evaluations
         that have not ended are void."""
-        if run_id != self._config.name:
+        if run_id != self.run_id:
             raise StoreError(
-                409, f"this buffer serves the run {self._config.name!r}, not {run_id!r}; check the buffer's URL"
+                409,
+                f"this buffer serves the run {self.run_id!r}, not {run_id!r}; check the buffer's URL and --run-dir",
+            )
+        stage, step = self._db.get("committed", [0, 0])
+        if STAGES[stage] == "rl" and policy_version < step:
+            raise StoreError(
+                410,
+                f"a trainer at policy version {policy_version} cannot go on here: this run has committed rl {step}, "
+                "and what came before is forgotten; resume from a checkpoint not older than that, or start a new run "
+                "directory",
             )
         with self._db.transaction():
             incarnation = self._db.run("INSERT INTO trainers(policy_version) VALUES(?)", policy_version).lastrowid
@@ -130,16 +152,9 @@ class Store:
             Per item "accepted", "duplicate", "dropped", or the refusal.
 
         Raises:
-            StoreError: 503, the disk does not take it; nothing of the call is stored. 429, the store is full.
+            StoreError: 503, the disk does not take it; nothing of the call is stored.
         """
         self.visits.expire()
-        size = self._segments.stored_bytes + sum(len(payload) for _, payload in items)
-        if size > self._config.buffer.max_stored_bytes:
-            raise StoreError(
-                429,
-                f"the buffer is full: {size} bytes would exceed buffer.max_stored_bytes="
-                f"{self._config.buffer.max_stored_bytes}; it empties at the trainer's next checkpoint",
-            )
         try:
             with self._db.transaction():
                 answers = [self._submit_one(trajectory, payload) for trajectory, payload in items]
@@ -153,13 +168,25 @@ class Store:
         if refusal is not None:
             return refusal
         visit = self.visits.find(trajectory.kind, trajectory.epoch, trajectory.task_id)
-        known = self._db.scalar("SELECT 1 FROM trajectories WHERE id=?", trajectory.id)
-        if known or (visit and visit["state"] == "done"):
+        holder = self._db.scalar("SELECT visit FROM trajectories WHERE id=?", trajectory.id)
+        if holder is not None and (visit is None or holder != visit["id"]):
+            return StoreError(
+                422, f"id: {trajectory.id!r} is the id of another visit's trajectory; give each trajectory its own"
+            )
+        spent = visit["state"] == "done" if visit else trajectory.kind == "train"  # no row: collected long ago
+        if holder is not None or spent:
             self._db.count("trajectories_duplicate")
             return "duplicate"
         if visit is None or visit["state"] == "aside":
-            self._db.count("trajectories_late")
+            reason = (visit and visit["reason"]) or "its evaluation is over"
+            self._drop("trajectories_late", trajectory, f"nobody waits for it any more: {reason}")
             return "dropped"
+        if self._is_full(trajectory, len(payload)):
+            return StoreError(
+                429,
+                f"the buffer is full (buffer.max_stored_bytes = {self._config.buffer.max_stored_bytes}); it takes "
+                "trajectories again when the trainer waits for them or has committed a checkpoint",
+            )
         evaluation = None
         if trajectory.kind == "eval":
             evaluation = self._db.row("SELECT * FROM evaluations WHERE id=?", trajectory.epoch)
@@ -183,17 +210,41 @@ class Store:
             json.dumps(sorted(trajectory.action_versions)),
             failure,
         )
-        self._db.count("trajectories_failed" if failure else f"{trajectory.kind}_trajectories_accepted")
-        return "dropped" if failure else "accepted"
+        if failure:
+            self._drop("trajectories_failed", trajectory, failure)
+            return "dropped"
+        self._db.count(f"{trajectory.kind}_trajectories_accepted")
+        return "accepted"
+
+    def _drop(self, counter: str, trajectory: Trajectory, reason: str) -> None:
+        self.drops.add(counter, trajectory.id, trajectory.kind, trajectory.task_id, trajectory.epoch, reason)
+
+    def _is_full(self, trajectory: Trajectory, size: int) -> bool:
+        """Whether the byte limit holds this one back. It gives way where the trainer could not go on without: it makes
+        room only by committing a checkpoint, and gets to one only with the batches before it. Pacing bounds how many
+        come in that way."""
+        if self._segments.stored_bytes + size <= self._config.buffer.max_stored_bytes:
+            return False
+        if trajectory.kind == "eval" or self._trainer_waits():
+            self._db.count("accepted_over_limit")
+            return False
+        return True
+
+    def _trainer_waits(self) -> bool:
+        """Whether the batch asked for last does not exist yet."""
+        requested = self._db.get("requested")
+        return requested is not None and (
+            self._db.scalar("SELECT 1 FROM batches WHERE (stage, step)=(?, ?)", *requested[:2]) is None
+        )
 
     def _refusal(self, trajectory: Trajectory) -> StoreError | None:
-        if trajectory.run_id != self._config.name:
-            return StoreError(422, f"run_id: {trajectory.run_id!r} is not this buffer's run {self._config.name!r}")
+        if trajectory.run_id != self.run_id:
+            return StoreError(422, f"run_id: {trajectory.run_id!r} is not this buffer's run {self.run_id!r}")
         ruling = self.incarnation()
         for index, (version, _, _) in enumerate(trajectory.versions):
             if parse_version(version)[0] > ruling:
                 return StoreError(422, f"versions[{index}]: {version!r} names an incarnation not issued yet ({ruling})")
-        if trajectory.kind == "train" and self.visits.find("train", trajectory.epoch, trajectory.task_id) is None:
+        if trajectory.kind == "train" and not self.visits.entered(trajectory.epoch, trajectory.task_id):
             return StoreError(
                 422,
                 f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
@@ -249,13 +300,16 @@ class Store:
         return self._manifest(key)
 
     def commit(self, stage: str, step: int, incarnation: int) -> None:
-        """Forget what lies strictly before (stage, step), and every dropped or failed trajectory."""
+        """Forget what lies strictly before (stage, step), and every dropped or failed trajectory. Their ids are known
+        as collected until the next commit."""
         self._rules(incarnation)
         key = [STAGES.index(stage), step]
         with self._db.transaction():
             if key <= self._db.get("committed", [0, 0]):
                 return
             self._db.set("committed", key)
+            self._db.run("DELETE FROM trajectories WHERE state='collected'")
+            self.visits.collect()
             self._db.run(
                 "UPDATE trajectories SET state='collected' WHERE state IN ('dropped', 'failed') "
                 "OR (state IN ('assigned', 'eval') AND (stage, step) < (?, ?))",
@@ -285,15 +339,15 @@ class Store:
     def _drop_stale(self, policy_version: int) -> None:
         resumed_at = {row["incarnation"]: row["policy_version"] for row in self._db.rows("SELECT * FROM trainers")}
         lost = []
-        for row in self._db.rows("SELECT serial, visit, versions FROM trajectories WHERE state='stored'"):
+        for row in self._db.rows("SELECT serial, id, visit, versions FROM trajectories WHERE state='stored'"):
             oldest = min(_effective(version, resumed_at) for version in json.loads(row["versions"]))
             if policy_version - oldest > self._config.rl.max_staleness:
                 reason = f"stale: version {oldest}, policy {policy_version}"
                 self._db.run("UPDATE trajectories SET state='dropped', reason=? WHERE serial=?", reason, row["serial"])
-                self._db.count("dropped_stale")
-                lost.append((row["visit"], reason))
-        for visit_id, reason in lost:  # after all are found: one that is stale itself is not counted as a sibling
-            visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)
+                visit = self._db.row("SELECT * FROM visits WHERE id=?", row["visit"])
+                self.drops.add("dropped_stale", row["id"], "train", visit["task_id"], visit["epoch"], reason)
+                lost.append((visit, reason))
+        for visit, reason in lost:  # after all are found: one that is stale itself is not counted as a sibling
             self.visits.groups.drop_siblings(visit, reason)
 
     # Evaluations
@@ -335,6 +389,13 @@ class Store:
         )
 
     def _void_evaluation(self, evaluation: Row, reason: str) -> None:
+        for row in self._db.rows(
+            "SELECT trajectories.id, task_id, visits.epoch FROM trajectories JOIN visits ON visits.id=visit "
+            "WHERE trajectories.state='eval' AND stage=? AND step=?",
+            evaluation["stage"],
+            evaluation["step"],
+        ):
+            self.drops.add("eval_trajectories_void", row["id"], "eval", row["task_id"], row["epoch"], reason)
         self._db.run(
             "UPDATE trajectories SET state='dropped', reason=? WHERE state='eval' AND stage=? AND step=?",
             reason,
@@ -354,8 +415,9 @@ class Store:
             for row in self._db.rows("SELECT kind, state, count(*) AS n FROM visits GROUP BY kind, state")
         }
         requested = self._db.get("requested")
+        counters = dict.fromkeys(COUNTERS, 0) | self._db.counters()
         return {
-            "run_id": self._config.name,
+            "run_id": self.run_id,
             "current_version": self.current_version(),
             "stage": STAGES[requested[0]] if requested else None,
             "step": requested[1] if requested else 0,
@@ -367,9 +429,9 @@ class Store:
             "eval_visits_open": visits.get(("eval", "leased"), 0) + visits.get(("eval", "ready"), 0),
             "trajectories_stored": self._db.scalar("SELECT count(*) FROM trajectories WHERE state='stored'"),
             "stored_bytes": self._segments.stored_bytes,
-            **{f"engines_{state}": states.count(state) for state in ("clean", "dirty", "down")},
-            **dict.fromkeys(COUNTERS, 0),
-            **self._db.counters(),
+            **{f"engines_{state}": states.count(state) for state in ("clean", "dirty", "sick", "down")},
+            **counters,
+            "dropped_stale_fraction": counters["dropped_stale"] / max(1, counters["train_trajectories_accepted"]),
         }
 
 
@@ -377,10 +439,8 @@ COUNTERS = (
     "train_trajectories_accepted",
     "eval_trajectories_accepted",
     "trajectories_duplicate",
-    "trajectories_late",
-    "trajectories_failed",
-    "dropped_stale",
-    "dropped_incomplete_group",
+    "accepted_over_limit",
+    *DROP_COUNTERS,
     "leases_expired",
     "leases_released",
     "train_visits_set_aside",

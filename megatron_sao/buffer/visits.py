@@ -7,17 +7,26 @@ of its sampling group. The visits of an evaluation have the evaluation's number 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from sqlite3 import Row
 from typing import Any
 
+import numpy as np
+
 from megatron_sao.buffer.database import Database, StoreError
+from megatron_sao.buffer.drops import Drops
 from megatron_sao.buffer.engines import Engines
+from megatron_sao.buffer.fairness import Demand, fair_share
 from megatron_sao.buffer.groups import Groups
 from megatron_sao.config import RunConfig
 from megatron_sao.data.tasks import Task, epoch_order
+
+log = logging.getLogger(__name__)
+
+ASIDE_KEPT = 10_000  # visits set aside that stay listed
 
 
 class Visits:
@@ -28,6 +37,7 @@ class Visits:
         self,
         db: Database,
         engines: Engines,
+        drops: Drops,
         config: RunConfig,
         tasks: list[Task],
         eval_tasks: list[Task],
@@ -40,31 +50,26 @@ class Visits:
         self._eval_tasks = eval_tasks
         self._by_id = {"train": {task.id: task for task in tasks}, "eval": {task.id: task for task in eval_tasks}}
         self._clock = clock
-        self.groups = Groups(db, config.rl.group_size)
+        self.groups = Groups(db, drops, config.rl.group_size)
+        self._demand = Demand(clock)
         self._order = (-1, epoch_order(0, 0, 0))
         leased = db.rows("SELECT id FROM visits WHERE state='leased'")
         self._deadlines = {row["id"]: clock() + config.buffer.lease_seconds for row in leased}
 
     def lease(self, worker_id: str, max_leases: int, request_id: str) -> list[dict[str, Any]] | None:
         """Grant up to ``max_leases`` visits, evaluations first; the same ones if the request is repeated. None:
-        nothing to play now."""
+        nothing to play now, or others that wait hold fewer."""
         self.expire()
         repeated = self._db.rows("SELECT * FROM visits WHERE request=? AND state='leased'", request_id)
         versions = self._engines.clean_versions()
         if repeated or not versions or self._db.scalar("SELECT count(*) FROM trainers") == 0:
             return [self._as_lease(visit) for visit in repeated] or None
+        wanted = self._demand.ask(worker_id, max_leases)
         with self._db.transaction():
-            granted = [
-                visit["id"]
-                for version in sorted(versions)
-                for visit in self._db.rows(
-                    "SELECT visits.id FROM visits JOIN evaluations ON evaluations.id=epoch AND version=? "
-                    "WHERE kind='eval' AND state='ready' ORDER BY visits.id LIMIT ?",
-                    version,
-                    max_leases,
-                )
-            ][:max_leases]
-            granted += self._train_visits(max_leases - len(granted))
+            evaluations = self._ready_evaluations(versions, sum(wanted.values()))
+            share = self._share(worker_id, len(evaluations), wanted)
+            granted = evaluations[:share]
+            granted += self._train_visits(share - len(granted))
             for visit_id in granted:
                 self._db.run(
                     "UPDATE visits SET state='leased', attempt=attempt+1, worker=?, request=?, reason=NULL WHERE id=?",
@@ -72,6 +77,8 @@ class Visits:
                     request_id,
                     visit_id,
                 )
+        if granted:
+            self._demand.served(worker_id)
         for visit_id in granted:
             self._deadlines[visit_id] = self._clock() + self._config.buffer.lease_seconds
         return [self._as_lease(self._by_number(visit_id)) for visit_id in granted] or None
@@ -111,6 +118,38 @@ class Visits:
         for visit_id in late:
             del self._deadlines[visit_id]
 
+    def entered(self, epoch: int, task_id: str) -> bool:
+        """Whether the train visit (task, epoch) has ever been in play. Its row may be gone since."""
+        if task_id not in self._by_id["train"]:
+            return False
+        number, position = self._db.get("cursor", [0, 0])
+        if epoch // self.groups.size != number:
+            return epoch // self.groups.size < number
+        return task_id in {self._tasks[i].id for i in self._epoch_order(number)[:position]}
+
+    def aside(self, after: int, limit: int) -> list[dict[str, Any]]:
+        """Visits given up, poison tasks among them, in the order of their ids from behind ``after``."""
+        rows = self._db.rows(
+            "SELECT id, kind, task_id, epoch, attempt, reason FROM visits WHERE state='aside' AND id>? "
+            "ORDER BY id LIMIT ?",
+            after,
+            limit,
+        )
+        return [dict(row) for row in rows]
+
+    def collect(self) -> None:
+        """Inside a transaction: forget the visits whose trajectories are gone, and all but the newest set aside."""
+        self._db.run(
+            "DELETE FROM visits WHERE kind='train' AND state='done' "
+            "AND NOT EXISTS (SELECT 1 FROM trajectories WHERE visit=visits.id)"
+        )
+        self._db.run(
+            "DELETE FROM visits WHERE state='aside' AND kind='train' AND id NOT IN "
+            "(SELECT id FROM visits WHERE state='aside' AND kind='train' ORDER BY id DESC LIMIT ?) "
+            "AND NOT EXISTS (SELECT 1 FROM trajectories WHERE visit=visits.id)",
+            ASIDE_KEPT,
+        )
+
     def find(self, kind: str, epoch: int, task_id: str) -> Row | None:
         return self._db.row("SELECT * FROM visits WHERE kind=? AND epoch=? AND task_id=?", kind, epoch, task_id)
 
@@ -122,6 +161,7 @@ class Visits:
         )
         if last:
             self._db.count(f"{visit['kind']}_visits_set_aside")
+            log.warning("%s task %s is set aside: %s", visit["kind"], visit["task_id"], reason)
             self.groups.drop_siblings(visit, f"set aside after {visit['attempt']} attempts, the last one: {reason}")
 
     def done(self, visit: Row) -> None:
@@ -175,6 +215,33 @@ class Visits:
         self._db.run("DELETE FROM visits WHERE kind='eval' AND epoch=?", number)
         self._db.run("DELETE FROM evaluations WHERE id=?", number)
 
+    def _ready_evaluations(self, versions: set[str], limit: int) -> list[int]:
+        """Visits of evaluations that some engine could play now."""
+        return [
+            visit["id"]
+            for version in sorted(versions)
+            for visit in self._db.rows(
+                "SELECT visits.id FROM visits JOIN evaluations ON evaluations.id=epoch AND version=? "
+                "WHERE kind='eval' AND state='ready' ORDER BY visits.id LIMIT ?",
+                version,
+                limit,
+            )
+        ]
+
+    def _share(self, worker_id: str, evaluations: int, wanted: dict[str, int]) -> int:
+        """How many visits may go to this worker, so that none waits while others hold more."""
+        if len(wanted) == 1:
+            return wanted[worker_id]
+        available = evaluations + max(self._room(), self._ready() if self.groups.size > 1 else 0)
+        rows = self._db.rows("SELECT worker, count(*) AS n FROM visits WHERE state='leased' GROUP BY worker")
+        return fair_share(worker_id, available, wanted, {row["worker"]: row["n"] for row in rows})
+
+    def _room(self) -> int:
+        return max(0, self.limit() - self.outstanding())
+
+    def _ready(self) -> int:
+        return self._db.scalar("SELECT count(*) FROM visits WHERE kind='train' AND state='ready'")
+
     def _train_visits(self, wanted: int) -> list[int]:
         """Inside a transaction: up to ``wanted`` visits to lease, those that came back first.
 
@@ -185,9 +252,8 @@ class Visits:
         leave ready visits no room in front of a buffer full of groups that wait for them. Hence a member of a
         group asks for none.
         """
-        room = max(0, min(wanted, self.limit() - self.outstanding()))
-        ready = self._db.scalar("SELECT count(*) FROM visits WHERE kind='train' AND state='ready'")
-        for _ in range(ready, room, self.groups.size):
+        room = min(wanted, self._room())
+        for _ in range(self._ready(), room, self.groups.size):
             self._enter_next_task()
         rows = self._db.rows(
             "SELECT id FROM visits WHERE kind='train' AND state='ready' ORDER BY id LIMIT ?",
@@ -200,9 +266,7 @@ class Visits:
         number, position = self._db.get("cursor", [0, 0])  # pass over the tasks, place in it
         if position == len(self._tasks):
             number, position = number + 1, 0
-        if self._order[0] != number:
-            self._order = (number, epoch_order(len(self._tasks), self._config.seed, number))
-        task = self._tasks[self._order[1][position]]
+        task = self._tasks[self._epoch_order(number)[position]]
         self._db.set("cursor", [number, position + 1])
         for member in range(self.groups.size):
             self._db.run(
@@ -210,6 +274,11 @@ class Visits:
                 number * self.groups.size + member,
                 task.id,
             )
+
+    def _epoch_order(self, number: int) -> np.ndarray:
+        if self._order[0] != number:
+            self._order = (number, epoch_order(len(self._tasks), self._config.seed, number))
+        return self._order[1]
 
     def _by_number(self, visit_id: int) -> Row:
         visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)

@@ -19,6 +19,8 @@ from megatron_sao.data.routing import RoutingShape
 SCHEMA = 1
 VERSION = re.compile(r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})")  # incarnation.n
 TURN_KINDS = ("prompt", "action", "observation")
+TEXT_LIMITS = {"id": 512, "run_id": 512, "task_id": 1024, "group": 1100, "failure": 4096}  # characters
+MAX_ENTRIES = 256  # of sampling, and of metrics
 POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quantity
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
@@ -155,9 +157,7 @@ class Trajectory:
         for name in ("epoch", "attempt"):
             if not 0 <= getattr(self, name) < 2**62:
                 raise TrajectoryError(f"{name}: {getattr(self, name)} is outside [0, 2^62)")
-        for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise TrajectoryError(f"metrics[{name}]: {value} is not finite")
+        self._check_labels()
         self._check_arrays(vocab_size, max_tokens)
         for name in ("versions", "turns"):
             self._check_spans(name)
@@ -166,6 +166,20 @@ class Trajectory:
         self._check_routing(routing)
         positive = self.logprobs > 0
         return replace(self, logprobs=np.where(positive, np.float32(0), self.logprobs)) if positive.any() else self
+
+    def _check_labels(self) -> None:
+        for name, limit in TEXT_LIMITS.items():
+            if len(getattr(self, name) or "") > limit:
+                raise TrajectoryError(f"{name}: has {len(getattr(self, name))} characters; the limit is {limit}")
+        for name in ("sampling", "metrics"):
+            entries = getattr(self, name)
+            if len(entries) > MAX_ENTRIES:
+                raise TrajectoryError(f"{name}: has {len(entries)} entries; the limit is {MAX_ENTRIES}")
+            for key, value in entries.items():
+                if type(value) not in (int, float) or not math.isfinite(value):
+                    raise TrajectoryError(f"{name}[{key}]: {value!r:.100} is not a finite number")
+        if not math.isfinite(self.created_at):
+            raise TrajectoryError(f"created_at: {self.created_at} is not finite")
 
     def _check_arrays(self, vocab_size: int, max_tokens: int) -> None:
         length = self.num_tokens

@@ -1,16 +1,19 @@
 """The client of SGLang's ``/generate``: token ids in, token ids with log-probabilities and versions out.
 
-What would kill a server or come back silently wrong is refused before it is sent. A failing, aborting or
+What would kill a server or come back silently wrong is refused before it is sent. A failing, aborting, hung or
 vanished engine costs a retry: the turn is sent again, with the tokens already sampled as its prefix.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import logging
 import math
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +35,9 @@ log = logging.getLogger(__name__)
 CONTEXT_MARGIN = 7
 REGISTRY_SECONDS = 1.0  # how long a list of engines is believed
 WAIT_SECONDS = 0.1  # between looks at the registry while no engine is clean (a push is under way)
+COOL_OFF = 5.0  # seconds an engine that failed a request is passed over, where there are others
+LOAD_FACTOR = 1.25  # no engine gets a new episode while it has more than this many times its even share of requests
+ABORT_SECONDS = 5.0  # for telling an engine that nobody waits for a request any more
 
 
 class RequestRefused(ValueError):
@@ -132,15 +138,17 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._list_engines = list_engines
         self._max_retries = max_retries
-        self._clean: list[EngineInfo] = []
+        self._engines: list[EngineInfo] = []
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._failed_at: dict[str, float] = {}
         self._listed_at = -math.inf
         self._listing = asyncio.Lock()
         self._in_flight: Counter[str] = Counter()
         self._warned_at: dict[str, float] = {}
 
     async def __aenter__(self) -> EngineClient:
-        # No total timeout: a paused engine holds a request for as long as a push takes, and a hung one is
-        # killed by its sidecar, which ends the connection.
+        # No timeout for an answer: a long turn takes as long as it takes, and a paused engine holds a request for as
+        # long as a push takes. A request ends early when the registry says that its engine is sick or gone.
         self._http = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
@@ -151,7 +159,13 @@ class EngineClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await asyncio.gather(*self._aborts)
         await self._http.close()
+
+    @property
+    def available(self) -> bool:
+        """Whether an engine was clean when last looked."""
+        return any(engine.state == "clean" for engine in self._engines)
 
     async def generate(
         self,
@@ -163,6 +177,8 @@ class EngineClient:
     ) -> Generation:
         """Sample up to ``max_new_tokens`` after ``input_ids``; a stop token ends the turn and is part of it.
 
+        There is no time limit here: cancel the call, and the engine is told to stop.
+
         Args:
             prefer: id of the engine that has this episode's prefix in its cache.
 
@@ -172,13 +188,13 @@ class EngineClient:
         """
         self._guard(input_ids, max_new_tokens, stop_token_ids)
         done = Generation()
-        avoid: str | None = None
         while True:
-            engine = await self._pick(prefer, avoid)
+            engine = await self._pick(prefer, input_ids)
             parameters = _sampling_params(sampling, max_new_tokens - len(done.token_ids), stop_token_ids)
             try:
                 done.append(await self._request(engine, [*input_ids, *done.token_ids], parameters, sampling.truncated))
                 if done.finish_reason != "abort":
+                    self._failed_at.pop(engine.id, None)
                     return done
                 if len(done.token_ids) == max_new_tokens:
                     done.finish_reason = "length"
@@ -192,7 +208,7 @@ class EngineClient:
                         f"a turn failed {done.retries} times (rollout.max_retries = {self._max_retries}); "
                         f"last: engine {engine.id} at {engine.url} {error}"
                     ) from error
-            avoid = engine.id
+            self._failed_at[engine.id] = time.monotonic()
             self._listed_at = -math.inf
             await asyncio.sleep(min(0.25 * 2**done.retries, 8.0))
 
@@ -222,35 +238,90 @@ class EngineClient:
                 f"less {CONTEXT_MARGIN}; lower rollout.max_tokens"
             )
 
-    async def _pick(self, prefer: str | None, avoid: str | None) -> EngineInfo:
-        """The preferred engine, else the least busy one; waits while none is clean."""
-        while not (clean := await self._clean_engines()):
+    async def _pick(self, prefer: str | None, input_ids: Sequence[int]) -> EngineInfo:
+        """The preferred engine, else the one that the prompt belongs to; waits while none is clean."""
+        while not (clean := [engine for engine in await self._listed() if engine.state == "clean"]):
             await asyncio.sleep(WAIT_SECONDS)
-        candidates = [engine for engine in clean if engine.id != avoid] or clean
-        for engine in candidates:
-            if engine.id == prefer:
-                return engine
-        return min(candidates, key=lambda engine: self._in_flight[engine.id])
+        recently = time.monotonic() - COOL_OFF
+        sound = [engine for engine in clean if self._failed_at.get(engine.id, -math.inf) < recently] or clean
+        return next((engine for engine in sound if engine.id == prefer), None) or self._place(sound, input_ids)
 
-    async def _clean_engines(self) -> list[EngineInfo]:
+    def _place(self, engines: list[EngineInfo], input_ids: Sequence[int]) -> EngineInfo:
+        """Rendezvous hashing with bounded load. Every worker sends the same prompt to the same engine, which then has
+        it cached; an engine that leaves or joins moves only the prompts that were or become its own; and an engine
+        that has more than its share passes new episodes on to the next in the prompt's order."""
+        prompt = np.asarray(input_ids, "<i4").tobytes()
+
+        def rank(engine: EngineInfo) -> bytes:
+            return hashlib.blake2b(prompt, digest_size=8, key=engine.id.encode()[:64]).digest()
+
+        busy = sum(self._in_flight[engine.id] for engine in engines)
+        most = math.ceil(LOAD_FACTOR * (busy + 1) / len(engines))
+        return next(e for e in sorted(engines, key=rank) if self._in_flight[e.id] < most)
+
+    async def _listed(self) -> list[EngineInfo]:
         async with self._listing:
             now = time.monotonic()
-            if now - self._listed_at > (REGISTRY_SECONDS if self._clean else WAIT_SECONDS / 2):
-                self._clean = [engine for engine in await self._list_engines() if engine.state == "clean"]
+            if now - self._listed_at > (REGISTRY_SECONDS if self.available else WAIT_SECONDS / 2):
+                self._engines = list(await self._list_engines())
                 self._listed_at = now
-            return self._clean
+            return self._engines
+
+    async def _lost(self, engine: EngineInfo) -> str:
+        """Returns, with the reason, once the registry says that ``engine`` will not answer what it was sent. One that
+        is dirty will: a push is under way."""
+        while True:
+            await asyncio.sleep(REGISTRY_SECONDS)
+            now = next((e for e in await self._listed() if e.id == engine.id), None)
+            if now is None or now.url != engine.url:
+                return "has been replaced"
+            if now.state in ("sick", "down"):
+                return f"is {now.state}"
 
     async def _request(
         self, engine: EngineInfo, input_ids: list[int], parameters: dict[str, Any], truncated: bool
     ) -> Generation:
-        body = {"input_ids": input_ids, "sampling_params": parameters, "return_logprob": True, "logprob_start_len": -1}
+        """Raises _AttemptFailed when the engine fails the request or is lost meanwhile."""
+        rid = uuid.uuid4().hex
+        answer = asyncio.create_task(self._post(engine, rid, input_ids, parameters, truncated))
+        lost = asyncio.create_task(self._lost(engine))
+        self._in_flight[engine.id] += 1
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise _AttemptFailed(lost.result())
+            return answer.result()
+        finally:
+            self._in_flight[engine.id] -= 1
+            lost.cancel()
+            if not answer.done():
+                answer.cancel()
+                abort = asyncio.create_task(self._abort(engine, rid))
+                self._aborts.add(abort)
+                abort.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, engine: EngineInfo, rid: str) -> None:
+        """Best effort: the engine would notice by itself that the connection is closed, but only after seconds."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                (await self._http.post(f"{engine.url}/abort_request", json={"rid": rid})).release()
+
+    async def _post(
+        self, engine: EngineInfo, rid: str, input_ids: list[int], parameters: dict[str, Any], truncated: bool
+    ) -> Generation:
+        body = {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
         if truncated:
             body["return_sampling_mask"] = True
         if self._routing is not None:
             body["return_routed_experts"] = True
         if self._share_by_version:
             body["extra_key"] = engine.version
-        self._in_flight[engine.id] += 1
         try:
             async with self._http.post(f"{engine.url}/generate", json=body) as response:
                 if response.status == 400:
@@ -259,6 +330,8 @@ class EngineClient:
                     raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
                 answer = await response.json()
                 generation = _parse(answer, engine.id, truncated)
+                if len(generation.token_ids) > parameters["max_new_tokens"]:
+                    raise _AttemptFailed(f"answered {len(generation.token_ids)} tokens, more than it was asked for")
                 if self._share_by_version and generation.versions and generation.versions[0][0] != engine.version:
                     raise _AttemptFailed(
                         f"began with weights {generation.versions[0][0]} and not {engine.version}, whose prefixes it "
@@ -272,8 +345,6 @@ class EngineClient:
             raise _AttemptFailed(f"cannot be reached: {error}", counts=False) from error
         except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
             raise _AttemptFailed(f"broke off: {type(error).__name__}: {error}") from error
-        finally:
-            self._in_flight[engine.id] -= 1
 
 
 def _sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:

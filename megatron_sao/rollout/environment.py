@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_sao.config import ConfigError
@@ -28,7 +29,8 @@ class EnvironmentFailure(Exception):
 
 
 class Environment(Protocol):
-    """Constructed once per process as ``Class(tokenizer, **rollout.environment_args)``."""
+    """Constructed once per process as ``Class(tokenizer, **rollout.environment_args)``. Where there is an
+    ``async def close(self)``, it is awaited when the process ends."""
 
     def __init__(self, tokenizer: Any, **arguments: Any) -> None: ...
 
@@ -46,13 +48,23 @@ class Reward(Protocol):
 
 
 def load_object(path: str, field: str) -> Any:
-    """The object a config field names as ``package.module:name``; modules beside the user's cwd count.
+    """The object a config field names as ``package.module:name``, or by the name of an entry point.
+
+    Args:
+        path: modules beside the user's cwd count. Entry points are those that installed packages declare in the group
+            ``megatron_sao.environment`` or ``megatron_sao.reward``, the end of ``field``.
 
     Raises:
-        ConfigError: malformed path, no such module, or no such name in it.
+        ConfigError: malformed path, no such module, no such name in it, or no such entry point.
     """
     module_name, separator, name = path.partition(":")
-    if not separator or not module_name or not name:
+    if not separator:
+        group = entry_points(group=f"megatron_sao.{field.rpartition('.')[2]}")
+        if path in group.names:
+            return group[path].load()
+        known = f"; installed packages declare {', '.join(sorted(group.names))}" if group.names else ""
+        raise ConfigError(f"{field} = {path!r} is not an import path; write package.module:name{known}")
+    if not module_name or not name:
         raise ConfigError(f"{field} = {path!r} is not an import path; write package.module:name")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -48,6 +48,7 @@ class Session:
         self.versions: list[tuple[str, int, int]] = []
         self.turns: list[tuple[str, int, int]] = []
         self.metrics: dict[str, float] = {}  # the environment may add its own figures
+        self.generating = False  # whether the policy is to act now, rather than the environment
         self.finished = False
         self.truncated = False
 
@@ -88,7 +89,9 @@ class Session:
         if room < 1:
             raise BudgetExceeded(f"{len(self.token_ids)} tokens leave none of rollout.max_tokens to act with")
         limit = min(room, self._config.max_tokens_per_turn, room if max_new_tokens is None else max_new_tokens)
+        self.generating = True
         action = await self._engine.generate(self.token_ids, self._sampling, limit, stop_token_ids, self._prefer)
+        self.generating = False  # after an error it stays: the error is of the engines, not of the environment
         self._sampled(action)
         return list(action.token_ids)
 

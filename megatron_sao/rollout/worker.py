@@ -16,12 +16,13 @@ from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUna
 from megatron_sao.config import ConfigError, RunConfig, SamplingConfig
 from megatron_sao.data.routing import replayed_routing
 from megatron_sao.data.tasks import Task
-from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.data.trajectory import TEXT_LIMITS, Trajectory
 from megatron_sao.logs import start_logging
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
 from megatron_sao.rollout.engine import until_signalled
 from megatron_sao.rollout.environment import Environment, EnvironmentFailure, Reward, load_object
 from megatron_sao.rollout.session import BudgetExceeded, Session
+from megatron_sao.run_identity import run_identity
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     """Play episodes until SIGTERM. Returns the exit code; the last log lines say why it is not 0."""
     start_logging(worker_id)
     try:
-        asyncio.run(until_signalled(_work(config, worker_id)))
+        asyncio.run(until_signalled(_work(config, worker_id, run_identity(run_dir, config.name))))
     except* ConfigError as group:
         log.error("worker %s cannot run: %s", worker_id, group.exceptions[0])
         return_code = 2  # it would end the same way again
@@ -50,7 +51,7 @@ def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     return return_code
 
 
-async def _work(config: RunConfig, worker_id: str) -> None:
+async def _work(config: RunConfig, worker_id: str, run_id: str) -> None:
     url, token = buffer_address()
     buffer = AsyncBufferClient(url, token)
     limits = ModelLimits.of(config.model.path, config.engine.sglang.get("context_length"))
@@ -59,8 +60,11 @@ async def _work(config: RunConfig, worker_id: str) -> None:
         in_place = config.weights.pause == "in_place"
         retries = config.rollout.max_retries
         async with EngineClient(limits, token, buffer.engines, retries, routing, in_place) as engine:
-            player = Player(config, engine, load_tokenizer(config.model.path))
-            await Worker(config, worker_id, buffer, player).run()
+            player = Player(config, engine, load_tokenizer(config.model.path), run_id)
+            try:
+                await Worker(config, worker_id, buffer, player).run()
+            finally:
+                await player.close()
     finally:
         await buffer.close()
 
@@ -76,11 +80,12 @@ def load_tokenizer(model_path: Path) -> Any:
 
 
 class Player:
-    """Plays single episodes with the run's environment and reward, on any engine."""
+    """Plays single episodes with the run's environment and reward, on any engine. ``run_id`` goes into every
+    trajectory; default ``config.name``."""
 
-    def __init__(self, config: RunConfig, engine: EngineClient, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, engine: EngineClient, tokenizer: Any, run_id: str | None = None) -> None:
         self._rollout = config.rollout
-        self._run_id = config.name
+        self._run_id = run_id or config.name
         self._engine = engine
         self._tokenizer = tokenizer
         environment = load_object(config.rollout.environment, "rollout.environment")
@@ -98,6 +103,7 @@ class Player:
         """
         session = Session(self._engine, self._rollout, EVAL_SAMPLING if kind == "eval" else self._rollout.sampling)
         failure = await self._episode(session, task)
+        failure = failure and failure[: TEXT_LIMITS["failure"]]
         self._failures = self._failures + 1 if failure else 0
         if failure:
             log.warning("task %s failed: %s", task.id, failure)
@@ -111,10 +117,15 @@ class Player:
             group=group, failure=failure,
         )  # fmt: skip
 
+    async def close(self) -> None:
+        """Let the environment give back what it holds."""
+        if close := getattr(self._environment, "close", None):
+            await close()
+
     async def _episode(self, session: Session, task: Task) -> str | None:
         """Returns why it failed, or None."""
         try:
-            async with asyncio.timeout(self._rollout.episode_timeout):
+            async with asyncio.timeout(self._rollout.episode_timeout) as time_limit:
                 try:
                     await self._environment.run(session, task)
                 except BudgetExceeded as limit:
@@ -133,10 +144,29 @@ class Player:
         except EnvironmentFailure as error:
             return str(error) or "EnvironmentFailure"
         except TimeoutError as error:
-            return f"timed out (rollout.episode_timeout = {self._rollout.episode_timeout:g} s): {error}"
+            if not time_limit.expired():
+                return f"TimeoutError in the environment: {error}"
+            return self._out_of_time(session)
         except Exception as error:  # the user's own code may raise anything; one bad task must not end the run
             log.exception("task %s: the environment or reward raised", task.id)
             return f"{type(error).__name__}: {error}"
+        return None
+
+    def _out_of_time(self, session: Session) -> str | None:
+        """What the end of the wall time means depends on whose it was: the environment's, the engines', or the
+        policy's, whose episode it truncates. The turn in flight is no part of the trajectory.
+
+        Raises:
+            EngineError: no engine could serve the turn.
+        """
+        limit = f"rollout.episode_timeout = {self._rollout.episode_timeout:g} s"
+        if not session.generating:
+            return f"the environment timed out ({limit})"
+        if not self._engine.available:
+            raise EngineError(f"no engine was clean when the episode's time was up ({limit})")
+        if not any(session.loss_mask):
+            return f"the policy could not act: its first turn took longer than {limit}"
+        session.finish(truncated=True)
         return None
 
     def _transcript(self, session: Session) -> list[tuple[str, str]]:
@@ -208,7 +238,7 @@ class Worker:
 
     async def _release(self, visit_id: str, attempt: int, reason: str) -> None:
         try:
-            await self._buffer.release(visit_id, attempt, reason)
+            await self._buffer.release(visit_id, attempt, reason[: TEXT_LIMITS["failure"]])
         except BufferError as error:
             log.warning("visit %s was not ours to give back: %s", visit_id, error.message)
 

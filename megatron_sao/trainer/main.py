@@ -20,6 +20,7 @@ from megatron_sao.logs import start_logging
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_critic, build_policy, copy_backbone
 from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.run_identity import run_identity
 from megatron_sao.trainer.alarms import Alarms, AlarmStop
 from megatron_sao.trainer.checkpoint import STAGES, Checkpoints, Contents, Position, policy_checkpoint
 from megatron_sao.trainer.critic import Critic, freeze_critic
@@ -222,7 +223,9 @@ class Run:
             stage.source = self.recorded
             return
         if self.incarnation is None and self.world.is_leader:
-            self.incarnation = self.client.register_trainer(self.config.name, policy_version)
+            self.incarnation = self.client.register_trainer(
+                run_identity(self.run_dir, self.config.name), policy_version
+            )
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
         stage.fleet = EngineFleet(self.client, self._pusher(stage), self.incarnation, policy_version, self.world)
         stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop, self.alarms)

@@ -2,47 +2,53 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
-import subprocess
+import signal
+import sqlite3
 import sys
 import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 
+from megatron_sao.buffer import database, segments, server
 from megatron_sao.buffer.client import AsyncBufferClient, BufferClient
-from megatron_sao.config import dump_config
+from megatron_sao.buffer.guard import Guard
+from megatron_sao.config import dump_config, load_config
 from tests.trajectories import make_config
 
 TOKEN = "secret-of-this-run"
-SERVE = (
-    "import sys; from pathlib import Path; from megatron_sao.buffer.server import main\n"
-    "from megatron_sao.config import load_config; main(load_config(sys.argv[1]), Path(sys.argv[2]))"
-)
+# A process forked from one that has imported everything starts ten times as fast, and is killed like any other.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.system.buffer_process"])
 
 
 class Buffer:
     """A buffer process over one run directory, started, killed and started again."""
 
-    def __init__(self, directory, config=None, **sections):
-        self.directory = directory
+    def __init__(self, directory, config=None, patience=30.0, **sections):
+        self.directory, self.patience = directory, patience
         (directory / "config.json").write_text('{"vocab_size": 7}')
+        (directory / "run_id").write_text("test\n")
         for name in ("train", "eval"):
             lines = [json.dumps({"id": f"{name}/{i}", "prompt": str(i)}) for i in range(16)]
             (directory / f"{name}.jsonl").write_text("\n".join(lines))
         self.config = config or make_config(directory, **sections)
         (directory / "run.yaml").write_text(dump_config(self.config))
 
-    def start(self):
-        with (self.directory / "log").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", SERVE, str(self.directory / "run.yaml"), str(self.directory)],
-                env=os.environ | {"MEGATRON_SAO_TOKEN": TOKEN},
-                stdout=log,
-                stderr=log,
-            )
+    def start(self, die_at=None):
+        """Start it and wait until it serves. With ``die_at`` it kills itself at that one of its steps (see
+        :func:`doom`), perhaps before it serves."""
+        self.process = PROCESSES.Process(target=serve, args=(self.directory, self.patience, die_at), daemon=True)
+        self.process.start()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            assert self.process.poll() is None, (self.directory / "log").read_text()
+            if not self.process.is_alive():
+                assert die_at is not None and self.process.exitcode == -signal.SIGKILL, self.log()
+                return
             if (self.directory / "buffer.json").exists():
                 self.url = json.loads((self.directory / "buffer.json").read_text())["url"]
                 try:
@@ -50,12 +56,15 @@ class Buffer:
                         return
                 except httpx.TransportError:
                     pass
-            time.sleep(0.05)
+            time.sleep(0.02)
         raise AssertionError("the buffer did not start")
 
     def kill(self):
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+    def log(self):
+        return (self.directory / "log").read_text()
 
     def client(self, **options):
         return BufferClient(self.url, TOKEN, **options)
@@ -66,6 +75,58 @@ class Buffer:
     def post(self, path, content=b"", token=TOKEN, **headers):
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
         return httpx.post(self.url + path, content=content, headers=headers, trust_env=False)
+
+
+def serve(directory: Path, patience: float, die_at: int | None) -> None:
+    """The process itself. ``patience`` is the guard's."""
+    log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
+    server.Guard = partial(Guard, patience=patience)
+    if die_at is not None:
+        doom(die_at)
+    server.main(load_config(directory / "run.yaml"), directory)
+    sys.stdout.flush()
+
+
+def doom(die_at: int) -> None:
+    """Have this process killed with -9 at the ``die_at``-th of its steps towards the disk: a statement of the index,
+    the moment after a commit, an fsync of a segment, or half-way through a write to one."""
+    steps = 0
+
+    def dies() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == die_at
+
+    def step() -> None:
+        if dies():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(file, data):
+        if dies():
+            os.write(file, data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.write(file, data)
+
+    def fsync(file):
+        step()
+        os.fsync(file)
+        step()
+
+    class Doomed(sqlite3.Connection):
+        def execute(self, sql, *values):
+            step()
+            cursor = super().execute(sql, *values)
+            if sql == "COMMIT":
+                step()
+            return cursor
+
+    segments.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)} | {"write": write, "fsync": fsync})
+    connect = sqlite3.connect
+    database.sqlite3 = SimpleNamespace(**{name: getattr(sqlite3, name) for name in dir(sqlite3)})
+    database.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Doomed, **options)
 
 
 def on_async(buffer, scenario):
@@ -79,3 +140,11 @@ def on_async(buffer, scenario):
             await client.close()
 
     return asyncio.run(run())
+
+
+def serve_engine(buffer, version="1.0", incarnation=1):
+    """One engine, registered and clean."""
+    on_async(buffer, lambda client: client.register_engine("host/0", "http://e", 1))
+    trainer = buffer.client()
+    trainer.mark_engine("host/0", "dirty", None, incarnation)
+    trainer.mark_engine("host/0", "clean", version, incarnation)

@@ -1,19 +1,22 @@
 """The buffer as a process: real HTTP, real kills."""
 
 import asyncio
+import json
+import os
 import signal
 import socket
 import threading
 import time
 
 import httpx
+import jsonschema
 import pytest
 
 from megatron_sao.buffer.client import BufferClient, BufferError, BufferUnavailable
 from megatron_sao.buffer.server import main
 from megatron_sao.buffer.store import Store
 from megatron_sao.config import ConfigError
-from tests.system.buffer_process import TOKEN, Buffer, on_async
+from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
 from tests.trajectories import make_trajectory
 
 pytestmark = pytest.mark.system
@@ -34,13 +37,6 @@ def shared(tmp_path_factory):
     buffer.start()
     yield buffer
     buffer.kill()
-
-
-def serve_engine(buffer, version="1.0", incarnation=1):
-    on_async(buffer, lambda client: client.register_engine("host/0", "http://e", 1))
-    trainer = buffer.client()
-    trainer.mark_engine("host/0", "dirty", None, incarnation)
-    trainer.mark_engine("host/0", "clean", version, incarnation)
 
 
 def played(lease, version="1.0", **changes):
@@ -153,68 +149,6 @@ def test_a_batch_long_poll_answers_as_soon_as_the_last_trajectory_is_in(buffer):
     assert time.monotonic() - start >= 1.4
 
 
-def test_kill_9_at_any_moment_loses_nothing_that_was_acknowledged(tmp_path):
-    """Workers submit and a trainer takes batches while the process is killed twice and restarted."""
-    buffer = Buffer(tmp_path, rl={"batch_size": 4, "max_staleness": 7})
-    buffer.start()
-    trainer = buffer.client()
-    trainer.register_trainer("test", 0)
-    serve_engine(buffer)
-    acknowledged, batches, stop = set(), {}, threading.Event()
-
-    async def work(client):
-        while not stop.is_set():
-            for lease in await client.lease("w", 3, 0.2):
-                assert await client.submit(played(lease)) in ("accepted", "duplicate")
-                acknowledged.add(f"train/{lease.visit_id}")
-
-    def learn():
-        while not stop.is_set():
-            entries = trainer.batch("rl", len(batches), 1, 4, 0, wait=0.2)
-            if entries is not None:
-                batches[len(batches)] = entries
-
-    failures = []
-
-    def guarded(body):
-        try:
-            body()
-        except Exception as error:
-            failures.append(error)
-
-    threads = [
-        threading.Thread(target=guarded, args=(lambda: on_async(buffer, work),)),
-        threading.Thread(target=guarded, args=(learn,)),
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(2):
-            before = len(batches)
-            deadline = time.monotonic() + 30
-            while len(batches) < before + 3 and time.monotonic() < deadline and not failures:
-                time.sleep(0.01)
-            buffer.kill()
-            buffer.start()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-        buffer.kill()
-    assert failures == []
-    buffer.start()
-    assert len(batches) >= 6
-    for step, entries in batches.items():
-        assert trainer.batch("rl", step, 1, 4, 0, wait=0) == entries
-        assert all(trainer.trajectory(entry.id).id == entry.id for entry in entries)
-    assert len(acknowledged) >= 24
-    for id in acknowledged:
-        assert trainer.trajectory(id).id == id
-    buffer.kill()
-    trained = [entry.id for entries in batches.values() for entry in entries]
-    assert len(trained) == len(set(trained))
-
-
 def test_registrations_leases_and_the_address_survive_a_kill(buffer):
     trainer = buffer.client()
     trainer.register_trainer("test", 0)
@@ -265,6 +199,46 @@ def test_a_body_over_the_limit_is_refused_with_or_without_a_length(shared):
     assert shared.post("/v1/trajectories", b"x" * 1000).status_code == 422
 
 
+def test_the_openapi_document_describes_every_call_and_every_answer(buffer):
+    """Each call is made once, and its answer and its status are those of the document."""
+    document = buffer.get("/v1/openapi.json").json()
+    jsonschema.Draft202012Validator.check_schema(document["components"]["schemas"])
+    trajectory = make_trajectory(task_id="train/0", versions=[("1.0", 2, 6)], id="mine").encode()
+    calls = [
+        ("get", "/healthz", {}, None, 200),
+        ("post", "/v1/trainers", {}, {"run_id": "test", "policy_version": 0}, 200),
+        ("post", "/v1/engines", {}, {"id": "e", "url": "http://e", "tp": 1}, 200),
+        ("post", "/v1/engines/{id}/state", {"id": "e"}, {"state": "dirty", "version": None, "incarnation": 1}, 200),
+        ("post", "/v1/engines/{id}/state", {"id": "e"}, {"state": "clean", "version": "1.0", "incarnation": 1}, 200),
+        ("post", "/v1/engines/{id}/heartbeat", {"id": "e"}, {"sick": None}, 200),
+        ("get", "/v1/engines", {}, None, 200),
+        ("post", "/v1/evaluations/{stage}/{step}", {"stage": "rl", "step": "0"},
+            {"incarnation": 1, "version": "1.0", "num_prompts": 1}, 200),
+        ("post", "/v1/evaluations/{stage}/{step}/result", {"stage": "rl", "step": "0"}, {"incarnation": 1}, 200),
+        ("post", "/v1/tasks/lease", {}, {"worker_id": "w", "request_id": "r", "max_leases": 2}, 200),
+        ("post", "/v1/tasks/{visit_id}/renew", {"visit_id": "1"}, {"attempt": 1}, 200),
+        ("post", "/v1/tasks/{visit_id}/release", {"visit_id": "1"}, {"attempt": 1, "reason": "enough"}, 200),
+        ("post", "/v1/trajectories", {}, trajectory, 422),  # not the first task of the shuffled order
+        ("post", "/v1/batches/{stage}/{step}", {"stage": "rl", "step": "0"},
+            {"incarnation": 1, "batch_size": 2, "policy_version": 0}, 200),
+        ("post", "/v1/commits/{stage}/{step}", {"stage": "rl", "step": "0"}, {"incarnation": 7}, 409),
+        ("post", "/v1/commits/{stage}/{step}", {"stage": "rl", "step": "0"}, {"incarnation": 1}, 200),
+        ("get", "/v1/trajectories/{id}", {"id": "nobody"}, None, 404),
+        ("get", "/v1/dropped", {}, None, 200),
+        ("get", "/v1/aside", {}, None, 200),
+        ("get", "/v1/stats", {}, None, 200),
+    ]  # fmt: skip
+    for method, path, parameters, body, status in calls:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else b""
+        url = path.format(**parameters)
+        response = buffer.get(url) if method == "get" else buffer.post(url, content)
+        assert response.status_code == status, (path, response.text)
+        described = document["paths"][path][method]["responses"][str(status)]["content"]["application/json"]["schema"]
+        jsonschema.validate(response.json(), described | {"components": document["components"]})
+    documented = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert documented - {(method, path) for method, path, *_ in calls} == {("get", "/metrics")}
+
+
 def test_metrics_are_in_the_prometheus_format(shared):
     lines = shared.get("/metrics").text.splitlines()
     assert "megatron_sao_buffer_dropped_stale_total 0" in lines
@@ -307,8 +281,9 @@ def test_sigterm_ends_it_within_seconds_although_clients_are_polling(buffer):
     thread.start()
     time.sleep(0.5)
     start = time.monotonic()
-    buffer.process.send_signal(signal.SIGTERM)
-    buffer.process.wait(15)
+    os.kill(buffer.process.pid, signal.SIGTERM)
+    buffer.process.join(15)
+    assert buffer.process.exitcode is not None
     assert time.monotonic() - start < 5
     thread.join(10)
     assert outcome == [None]

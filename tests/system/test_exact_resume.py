@@ -119,6 +119,7 @@ def test_a_trainer_killed_at_any_point_ends_with_the_weights_and_metrics_of_one_
     trajectories = fill(buffer)
     run_dir = tmp_path / "killed"
     run_dir.mkdir()
+    (run_dir / "run_id").write_text("test\n")  # the buffer's
     trainer = Trainer(buffer, tmp_path / "trainer.log")
     try:
         wait_until_down(buffer, "gone")

@@ -173,14 +173,6 @@ def test_a_directory_filled_with_another_group_size_is_refused(bench):
     bench.open()
 
 
-def test_a_directory_from_before_there_were_groups_has_group_size_one(bench):
-    bench.store._db.run("DELETE FROM meta WHERE key='group_size'")
-    bench.store.close()
-    assert "rl.group_size = 1, now it is 2" in refused(409, bench.open)
-    bench.config = make_config(bench.directory)
-    bench.open()
-
-
 # Lost members
 
 

@@ -9,6 +9,7 @@ from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.segments import SegmentCorrupt, Segments
 from megatron_sao.buffer.store import Store
 from megatron_sao.data.tasks import epoch_order
+from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
 from tests.trajectories import make_trajectory
 
@@ -182,20 +183,159 @@ def test_one_bad_submission_of_a_group_does_not_spoil_the_others(bench):
     assert [row["id"] for row in bench.store.archive.index()] == ["t"]
 
 
-def test_a_full_store_refuses_and_takes_the_same_trajectory_after_a_commit(tmp_path):
+def full_bench(directory):
+    """Room for two trajectories and a half; batches of one, four of which may be outstanding."""
     size = len(make_trajectory().encode())
-    bench = Bench(tmp_path, buffer={"max_stored_bytes": int(2.5 * size)}, rl={"batch_size": 1, "max_staleness": 3})
+    return Bench(directory, buffer={"max_stored_bytes": int(2.5 * size)}, rl={"batch_size": 1, "max_staleness": 3})
+
+
+def test_a_full_store_refuses_and_takes_the_same_trajectory_after_a_commit(tmp_path):
+    bench = full_bench(tmp_path)
     bench.train()
     leases = bench.lease(3)
     assert [bench.play(lease) for lease in leases[:2]] == ["accepted"] * 2
-    with pytest.raises(StoreError, match="max_stored_bytes") as caught:
-        bench.play(leases[2])
-    assert caught.value.status == 429
+    refusal = bench.play(leases[2])
+    assert refusal.status == 429 and "max_stored_bytes" in str(refusal)
     for step in range(2):
         assert bench.batch(step, batch_size=1)
+        assert bench.play(leases[2]).status == 429
     bench.store.commit("rl", 2, 1)
     assert bench.play(leases[2]) == "accepted"
+    assert bench.stat("accepted_over_limit") == 0
     bench.store.close()
+
+
+def test_a_store_full_of_uncommitted_batches_takes_what_the_trainer_waits_for(tmp_path):
+    """The trainer commits only after more steps, so refusing it these trajectories would be for ever."""
+    bench = full_bench(tmp_path)
+    bench.train()
+    for step in range(8):
+        assert bench.batch(step, batch_size=1, policy_version=0) is None
+        (lease,) = bench.lease(1)
+        assert bench.play(lease) == "accepted"
+        assert bench.batch(step, batch_size=1, policy_version=0) == [f"{lease['visit_id']}-1"]
+    assert bench.stat("accepted_over_limit") == 6
+    (lease,) = bench.lease(1)
+    assert bench.play(lease).status == 429  # the trainer has all it asked for
+    bench.store.close()
+
+
+def test_a_full_store_takes_what_an_evaluation_waits_for(tmp_path):
+    bench = full_bench(tmp_path)
+    bench.train()
+    for lease in bench.lease(2):
+        assert bench.play(lease) == "accepted"
+    evaluate(bench)
+    assert [bench.play(lease) for lease in bench.lease(3)] == ["accepted"] * 3
+    bench.store.close()
+
+
+# What is not trained on
+
+
+def test_every_drop_is_counted_and_listed_with_its_reason(tmp_path):
+    bench = Bench(tmp_path, buffer={"max_attempts": 1}, rl={"batch_size": 2, "max_staleness": 1})
+    bench.train()
+    failed, stale, first, second = bench.lease(4)
+    bench.play(failed, failure="sandbox crashed")
+    bench.play(failed, id="too late")
+    bench.play(stale, "1.0")
+    bench.play(first, "1.2")
+    bench.play(second, "1.2")
+    assert bench.batch(2, batch_size=2) == [f"{lease['visit_id']}-1" for lease in (first, second)]
+    listed = {entry["trajectory"]: (entry["counter"], entry["reason"]) for entry in bench.store.drops.list(0, 100)}
+    assert listed == {
+        f"{failed['visit_id']}-1": ("trajectories_failed", "sandbox crashed"),
+        "too late": ("trajectories_late", "nobody waits for it any more: sandbox crashed"),
+        f"{stale['visit_id']}-1": ("dropped_stale", "stale: version 0, policy 2"),
+    }
+    for counter, _ in listed.values():
+        assert bench.stat(counter) == 1
+    assert bench.stat("dropped_stale_fraction") == 1 / 3
+    bench.store.commit("rl", 3, 1)
+    bench.reopen()
+    (page,) = bench.store.drops.list(1, 1)
+    assert page["trajectory"] == "too late" and page["task_id"] == failed["task"]["id"]
+    bench.store.close()
+
+
+def test_tasks_set_aside_are_listed_with_their_last_reason(tmp_path, caplog):
+    bench = Bench(tmp_path, buffer={"max_attempts": 2})
+    bench.train()
+    for _ in range(2):
+        poison, other = bench.lease(2)
+        bench.store.visits.release(int(other["visit_id"]), other["attempt"], "worker stopped")
+        bench.play(poison, failure="sandbox crashed")
+    aside = {visit["task_id"]: (visit["attempt"], visit["reason"]) for visit in bench.store.visits.aside(0, 10)}
+    assert aside == {poison["task"]["id"]: (2, "sandbox crashed"), other["task"]["id"]: (2, "worker stopped")}
+    assert bench.store.visits.aside(int(poison["visit_id"]), 10)[0]["task_id"] == other["task"]["id"]
+    assert f"train task {poison['task']['id']} is set aside: sandbox crashed" in caplog.text
+    bench.store.close()
+
+
+def test_the_id_of_another_visits_trajectory_is_refused_and_its_visit_stays_open(bench):
+    bench.train()
+    first, second = bench.lease(2)
+    assert bench.play(first, id="taken") == "accepted"
+    refusal = bench.play(second, id="taken")
+    assert refusal.status == 422 and "another visit's trajectory" in str(refusal)
+    assert bench.play(second) == "accepted"
+
+
+def test_the_index_does_not_grow_with_the_run(tmp_path):
+    """What a commit has collected is forgotten by the next one; a repeat of it is still known as one."""
+    bench = Bench(tmp_path, rl={"batch_size": 4, "max_staleness": 0})
+    bench.train()
+    sizes, first = [], None
+    for step in range(60):
+        leases = bench.lease(4)
+        first = first or leases[0]
+        for lease in leases:
+            assert bench.play(lease) == "accepted"
+        assert bench.batch(step, batch_size=4, policy_version=0)
+        assert bench.batch(step + 1, batch_size=4, policy_version=0) is None
+        bench.store.commit("rl", step + 1, 1)
+        sizes.append(sum(path.stat().st_size for path in (tmp_path / "buffer").rglob("*") if path.is_file()))
+    assert max(sizes[30:]) == max(sizes[10:30])
+    assert bench.play(first) == "duplicate"
+    assert "has not been leased" in str(bench.play(first, epoch=first["epoch"] + 1000))
+    bench.store.close()
+
+
+# Fairness
+
+
+def test_visits_that_are_scarce_go_to_whoever_holds_the_fewest(tmp_path):
+    bench = Bench(tmp_path, rl={"batch_size": 12, "max_staleness": 0})
+    bench.train()
+    ask = bench.store.visits.lease
+    greedy = ask("greedy", 100, "r1")
+    assert len(greedy) == 12  # nobody else was waiting
+    assert ask("a", 100, "r2") is None
+    assert ask("b", 2, "r3") is None
+    for lease in greedy[:9]:
+        bench.store.visits.release(int(lease["visit_id"]), 1, "returned")
+    assert ask("greedy", 100, "r4") is not None and held(bench) == {"greedy": 5}
+    assert len(ask("a", 100, "r2")) == 5
+    assert len(ask("b", 2, "r3")) == 2  # no more than it asked for; the others shared what it left
+    assert held(bench) == {"greedy": 5, "a": 5, "b": 2}
+    bench.store.close()
+
+
+def test_a_worker_that_asks_no_more_does_not_hold_visits_from_others(tmp_path):
+    bench = Bench(tmp_path, rl={"batch_size": 4, "max_staleness": 0})
+    bench.train()
+    (lease, *_) = bench.store.visits.lease("a", 4, "r1")
+    assert bench.store.visits.lease("gone", 4, "r2") is None
+    bench.clock.now += 4
+    bench.store.visits.release(int(lease["visit_id"]), 1, "returned")
+    assert len(bench.store.visits.lease("a", 4, "r3")) == 1
+    bench.store.close()
+
+
+def held(bench):
+    rows = bench.store.visits._db.rows("SELECT worker, count(*) AS n FROM visits WHERE state='leased' GROUP BY worker")
+    return {row["worker"]: row["n"] for row in rows}
 
 
 # Batches
@@ -267,6 +407,9 @@ def test_a_commit_collects_what_is_before_it_and_keeps_the_rest(bench):
     assert len(list(segments.glob("*.seg"))) == 3
     bench.store.commit("rl", 1, 1)
     bench.store.commit("rl", 0, 1)
+    with pytest.raises(StoreError, match="has committed rl 1") as caught:
+        bench.store.register_trainer("test", 0)
+    assert caught.value.status == 410
     assert len(list(segments.glob("*.seg"))) == 2
     assert "committed rl 1" in refused(410, bench.batch, 0)
     assert "collected" in refused(410, bench.store.archive.read, "1-1")
@@ -382,6 +525,16 @@ def test_an_engine_that_registered_anew_during_a_push_does_not_become_clean(benc
     bench.store.mark_engine("e", "clean", "1.1", 1)  # a repeated request
 
 
+def test_a_sick_engine_gets_nothing_and_comes_back_dirty(bench):
+    bench.train()
+    assert bench.store.engines.heartbeat("e", "no token within 5 s")["state"] == "sick"
+    assert bench.lease() == [] and bench.stat("engines_sick") == 1
+    assert bench.store.engines.heartbeat("e", "no token within 5 s")["state"] == "sick"
+    assert bench.store.engines.heartbeat("e")["state"] == "dirty"
+    bench.push(1, "1.0")
+    assert bench.store.engines.heartbeat("e")["state"] == "clean"
+
+
 def test_an_engine_without_heartbeats_is_down_and_comes_back_dirty(bench):
     bench.train()
     bench.clock.now += 14
@@ -414,6 +567,24 @@ def test_a_directory_filled_from_other_tasks_is_refused(bench):
     with pytest.raises(StoreError, match="filled from other tasks"):
         Store(bench.directory / "buffer", bench.config, TASKS[:-1], EVAL_TASKS)
     bench.open()
+
+
+def test_the_data_of_another_run_is_out_of_reach(bench):
+    bench.train()
+    assert "not 'test-2'" in refused(409, bench.store.register_trainer, "test-2", 0)
+    (lease,) = bench.lease()
+    assert bench.play(lease, run_id="test-2").status == 422
+    bench.store.close()
+    with pytest.raises(StoreError, match="filled by the run 'test', and this is 'test-2'"):
+        Store(bench.directory / "buffer", bench.config, TASKS, EVAL_TASKS, run_id="test-2")
+    bench.open()
+
+
+def test_a_run_directory_keeps_its_identity_and_two_never_share_one(tmp_path):
+    first = run_identity(tmp_path / "a", "demo")
+    assert first == run_identity(tmp_path / "a", "demo") and first.startswith("demo-")
+    assert run_identity(tmp_path / "b", "demo") != first
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["run_id"]
 
 
 def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monkeypatch):

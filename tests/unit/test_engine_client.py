@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -48,6 +49,7 @@ class FakeEngine:
 
     def __init__(self, id: str, *answers: Answer) -> None:
         self.id, self.answers, self.bodies = id, list(answers), []
+        self.aborted = []  # ids of requests it was told to stop
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -55,10 +57,15 @@ class FakeEngine:
         answer = (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])(body)
         return await answer if inspect.isawaitable(answer) else answer
 
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
     @asynccontextmanager
     async def serving(self):
         app = web.Application()
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -99,7 +106,8 @@ def test_a_failed_turn_is_sent_to_another_engine():
     broken, sound = FakeEngine("a", http_error(500)), FakeEngine("b", generated([4, 9]))
     answer = with_engines([broken, sound], lambda client, _: turn(client, prefer="a"))
     assert (answer.token_ids, answer.engine, answer.retries) == ([4, 9], "b", 1)
-    assert broken.bodies == sound.bodies
+    sent = [{name: value for name, value in engine.bodies[0].items() if name != "rid"} for engine in (broken, sound)]
+    assert sent[0] == sent[1]
 
 
 def test_prefixes_are_shared_within_a_version_only_and_an_engine_that_has_moved_on_is_asked_anew():
@@ -270,7 +278,94 @@ def test_turns_of_new_episodes_spread_over_engines():
         await asyncio.gather(*(turn(client) for _ in range(10)))
 
     with_engines(engines, use)
-    assert [len(engine.bodies) for engine in engines] == [5, 5]
+    assert max(len(engine.bodies) for engine in engines) <= 7  # 1.25 times the even share, rounded up
+
+
+def placed(client: EngineClient, engines: list[EngineInfo], prompts: int = 200) -> dict[int, str]:
+    return {prompt: client._place(engines, [prompt, 1, 2]).id for prompt in range(prompts)}
+
+
+def test_every_worker_sends_a_prompt_to_the_same_engine_and_a_change_of_engines_moves_few():
+    engines = [EngineInfo(f"engine-{i}", f"http://e{i}", "clean", "1.0", 1, 0.0) for i in range(4)]
+    one, other = (EngineClient(LIMITS, "token", None) for _ in range(2))
+    before = placed(one, engines)
+    assert placed(other, engines[::-1]) == before
+    assert min(list(before.values()).count(engine.id) for engine in engines) > 25  # of 200, an even share being 50
+    after = placed(one, engines[1:])
+    assert all(after[prompt] == engine for prompt, engine in before.items() if engine != "engine-0")
+    assert placed(one, engines) == before  # the one that returns gets its own back
+
+
+def test_a_turn_on_an_engine_that_falls_sick_moves_to_another_within_seconds_and_is_aborted():
+    hung, sound = FakeEngine("a", hanging), FakeEngine("b", generated([4, 9]))
+
+    async def use(client, registry):
+        task = asyncio.create_task(turn(client, prefer="a"))
+        await eventually(lambda: hung.bodies)
+        registry[0] = replace(registry[0], state="dirty")  # a push is under way: wait
+        await asyncio.sleep(1.5)
+        assert not task.done() and not sound.bodies
+        registry[0] = replace(registry[0], state="sick")
+        async with asyncio.timeout(4):
+            answer = await task
+        await eventually(lambda: hung.aborted)
+        return answer
+
+    answer = with_engines([hung, sound], use)
+    assert (answer.token_ids, answer.engine, answer.retries) == ([4, 9], "b", 1)
+    assert sound.bodies[0]["input_ids"] == [1, 2, 3]
+    assert hung.aborted == [hung.bodies[0]["rid"]]
+
+
+def test_a_turn_whose_engine_was_replaced_moves_to_the_new_one():
+    hung, fresh = FakeEngine("a", hanging), FakeEngine("new", generated([9]))
+
+    async def use(client, registry):
+        new = registry.pop()
+        task = asyncio.create_task(turn(client))
+        await eventually(lambda: hung.bodies)
+        registry[0] = replace(registry[0], url=new.url)  # restarted by its sidecar on another port
+        return await task
+
+    assert with_engines([hung, fresh], use).engine == "a" and fresh.bodies
+
+
+def test_a_cancelled_turn_is_aborted_at_once():
+    engine = FakeEngine("a", hanging)
+
+    async def use(client, _):
+        task = asyncio.create_task(turn(client))
+        await eventually(lambda: engine.bodies)
+        task.cancel()
+        await eventually(lambda: engine.aborted, seconds=2)
+
+    with_engines([engine], use)
+    assert engine.aborted == [engine.bodies[0]["rid"]]
+
+
+def test_an_engine_that_has_just_failed_gets_no_new_turns_while_there_are_others():
+    broken, sound = FakeEngine("a", http_error(500), generated([9])), FakeEngine("b", generated([9]))
+
+    async def use(client, _):
+        await turn(client, prefer="a")
+        for _ in range(8):
+            await turn(client, prefer="a")
+
+    with_engines([broken, sound], use)
+    assert (len(broken.bodies), len(sound.bodies)) == (1, 9)
+
+
+def test_an_answer_longer_than_asked_for_is_a_failed_attempt():
+    with pytest.raises(EngineError, match="2 tokens, more than it was asked for"):
+        with_engines([FakeEngine("a", generated([4, 5]))], lambda client, _: turn(client, tokens=1), max_retries=0)
+
+
+def test_a_turns_budget_holds_across_aborts_to_the_token():
+    parts = [generated([4] * n, "abort") for n in (3, 1, 2)] + [generated([5, 5], "length")]
+    engine = FakeEngine("a", *parts)
+    answer = with_engines([engine], lambda client, _: turn(client, tokens=8), max_retries=3)
+    assert len(answer.token_ids) == 8 and answer.finish_reason == "length"
+    assert [body["sampling_params"]["max_new_tokens"] for body in engine.bodies] == [8, 5, 4, 2]
 
 
 # --- worker ---------------------------------------------------------------------------------------------------------
@@ -301,6 +396,14 @@ class OneTurn:
         session.prompt([self.prompt])
         if task.prompt == "silent":
             return
+        if task.prompt == "slow tool":
+            await session.generate(4)
+            await asyncio.sleep(3600)
+        if task.prompt == "own timeout":
+            raise TimeoutError("the service did not answer")
+        if task.prompt == "two turns":
+            await session.generate(4)
+            await session.generate(4)
         if task.prompt == "endless":
             while True:
                 await session.generate()
@@ -402,6 +505,42 @@ def test_what_the_environment_fails_is_recorded_with_its_reason_and_limits_trunc
     assert ended["endless"].failure is None and ended["endless"].truncated and ended["endless"].num_tokens == 7
 
 
+async def slow_second_turn(body: dict[str, Any]) -> web.Response:
+    if len(body["input_ids"]) > 1:
+        await asyncio.sleep(3600)
+    return generated([4, 9])(body)
+
+
+def test_whose_time_was_up_decides_what_becomes_of_the_episode(tmp_path):
+    """The environment's is a failure; the policy's truncates what it has said so far, unless it has said nothing."""
+    prompts = ["slow tool", "own timeout", "two turns"]
+    settings = config(tmp_path, "OneTurn", episode_timeout=1.0, concurrency=3)
+    buffer = work(settings, prompts, FakeEngine("a", slow_second_turn))
+    ended = {prompt: next(t for t in buffer.submitted if t.task_id == f"t{i}") for i, prompt in enumerate(prompts)}
+    assert ended["slow tool"].failure == "the environment timed out (rollout.episode_timeout = 1 s)"
+    assert ended["own timeout"].failure == "TimeoutError in the environment: the service did not answer"
+    assert ended["two turns"].failure is None and ended["two turns"].truncated
+    assert ended["two turns"].validate(100, 10).token_ids.tolist() == [1, 4, 9]  # without the turn in flight
+    silent = work(settings, ["p"], FakeEngine("a", hanging)).submitted[0]
+    assert silent.failure.startswith("the policy could not act")
+
+
+def test_an_episode_that_ran_out_of_time_for_want_of_engines_goes_back(tmp_path):
+    settings = config(tmp_path, "OneTurn", episode_timeout=1.0)
+
+    async def use(client, registry):
+        registry[0] = replace(registry[0], state="dirty")
+        buffer = FakeBuffer("p")
+        worker = asyncio.create_task(Worker(settings, "w0", buffer, Player(settings, client, Digits())).run())
+        await buffer.all_ended.wait()
+        worker.cancel()
+        await asyncio.wait([worker])
+        return buffer
+
+    buffer = with_engines([FakeEngine("a", generated([9]))], use)
+    assert not buffer.submitted and "no engine was clean" in buffer.released[0][2]
+
+
 def test_an_environment_that_only_fails_ends_the_worker(tmp_path):
     async def use(client, _):
         settings = config(tmp_path, "OneTurn", concurrency=200)
@@ -436,6 +575,17 @@ def test_a_stopped_worker_gives_back_what_it_was_playing_and_a_lost_lease_ends_i
     buffer = work(settings, ["p", "p"], FakeEngine("a", hanging), during)
     assert not buffer.submitted
     assert buffer.released == [("1", 1, "the worker stopped")]
+
+
+def test_an_environment_may_be_named_by_its_entry_point(monkeypatch):
+    entry = EntryPoint("one-turn", f"{__name__}:OneTurn", "megatron_sao.environment")
+    found = {"megatron_sao.environment": EntryPoints([entry])}
+    monkeypatch.setattr("megatron_sao.rollout.environment.entry_points", lambda group: found.get(group, EntryPoints()))
+    assert load_object("one-turn", "rollout.environment") is OneTurn
+    with pytest.raises(ConfigError, match=r"'two-turns' is not an import path.*installed packages declare one-turn"):
+        load_object("two-turns", "rollout.environment")
+    with pytest.raises(ConfigError, match="is not an import path"):
+        load_object("one-turn", "rollout.reward")
 
 
 def test_an_import_path_that_leads_nowhere_is_a_sentence():

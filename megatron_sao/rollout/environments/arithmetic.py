@@ -14,6 +14,8 @@ import random
 import re
 from typing import TYPE_CHECKING, Any
 
+from megatron_sao.rollout.environments.chat import ChatMarkup
+
 if TYPE_CHECKING:
     from megatron_sao.data.tasks import Task
     from megatron_sao.rollout.session import Session
@@ -71,8 +73,7 @@ class Arithmetic:
     def __init__(self, tokenizer: Any, examples: int = 1) -> None:
         if not 0 <= examples <= len(EXAMPLES):
             raise ValueError(f"examples={examples}: write a number from 0 to {len(EXAMPLES)}")
-        self._tokenizer = tokenizer
-        self._end = tokenizer.eos_token_id
+        self._chat = ChatMarkup(tokenizer, "tool")
         self._preamble: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
         for left, symbol, right in EXAMPLES[:examples]:
             value = str(OPERATORS[symbol](left, right))
@@ -82,47 +83,19 @@ class Arithmetic:
                 {"role": "tool", "content": value},
                 {"role": "assistant", "content": value},
             ]
-        self._before_observation, self._after_observation = self._markup()
 
     async def run(self, session: Session, task: Task) -> None:
         """Play one episode. Session metrics: ``calls`` and ``malformed_calls``."""
         session.metrics |= {"calls": 0.0, "malformed_calls": 0.0}
         messages = [*self._preamble, {"role": "user", "content": task.prompt}]
-        session.prompt(self._encode(self._render(messages)))
+        session.prompt(self._chat.encode(self._chat.render(messages)))
         while True:
-            action = await session.generate(stop_token_ids=[self._end])
-            ended = action[-1] == self._end
-            turn = self._tokenizer.decode(action[:-1] if ended else action)
+            action = await session.generate(stop_token_ids=[self._chat.end])
+            turn = self._chat.read(action)
             observation = calculator(turn)
             if observation is None:
                 session.finish(float(final_answer(turn) == task.label))
                 return
             session.metrics["calls"] += 1
             session.metrics["malformed_calls"] += observation == MALFORMED
-            # A turn that ran into its length limit lacks the end token, so the template's own is put in.
-            opening = "" if ended else self._tokenizer.eos_token
-            session.observe(self._encode(f"{opening}{self._before_observation}{observation}{self._after_observation}"))
-
-    def _markup(self) -> tuple[str, str]:
-        """What the chat template puts between an assistant's end token and a tool's text, and after that text."""
-        action, observation = "THE-ACTION", "THE-OBSERVATION"
-        text = self._render(
-            [
-                {"role": "user", "content": "THE-QUESTION"},
-                {"role": "assistant", "content": action},
-                {"role": "tool", "content": observation},
-            ]
-        )
-        before, found, after = text.partition(action)[2].partition(observation)
-        if not found or not before.startswith(self._tokenizer.eos_token):
-            raise ValueError(
-                f"the chat template renders a tool's turn as {text!r}; use a model whose template shows its text "
-                f"and ends an assistant's turn with the tokenizer's eos_token {self._tokenizer.eos_token!r}"
-            )
-        return before.removeprefix(self._tokenizer.eos_token), after
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+            session.observe(self._chat.observation(action, observation))

@@ -1,0 +1,172 @@
+"""What stands between the network and the application: the token, bounds on size and time, and a count of refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
+REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+def error_response(status: int, message: str) -> JSONResponse:
+    """The form of every refusal: ``{"error": sentence}``."""
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse({"error": message}, status, headers)
+
+
+class Guard:
+    """ASGI middleware in front of everything: the token first, then a bounded body, read whole.
+
+    Args:
+        app: what it guards.
+        max_body_bytes: of a trajectory; four of them may be in memory at once, then 429.
+        patience: seconds a client may take to send a request's head, and its body beyond what ``min_rate`` takes.
+        min_rate: bytes per second a body must come at.
+    """
+
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        token: str,
+        max_body_bytes: int,
+        patience: float = 30.0,
+        min_rate: float = 64 * 2**10,
+    ) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode()
+        self._max_body_bytes = max_body_bytes
+        self._min_rate = min_rate
+        self._held = 0
+        self.patience = patience
+        self.refused = 0  # answers whose status is in REFUSALS, and connections that never sent a request
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = self._counted(send)
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if scope["path"] != "/healthz" and not hmac.compare_digest(given, self._expected):
+            await error_response(
+                401, "the bearer token is missing or wrong; set MEGATRON_SAO_TOKEN to the run's token"
+            )(scope, receive, send)
+            return
+        body = bytearray()
+        try:
+            refusal = await self._read(scope["path"], body, receive)
+            if refusal is None:
+                await self._app(scope, _replay(bytes(body), receive), send)
+            else:
+                await refusal(scope, receive, send)
+        except _Gone:
+            return
+        finally:
+            self._held -= len(body)
+
+    async def _read(self, path: str, body: bytearray, receive: Receive) -> JSONResponse | None:
+        """Fill ``body``; returns why it is refused, if it is."""
+        limit = self._max_body_bytes if path == "/v1/trajectories" else JSON_BODY_LIMIT
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        more = True
+        while more:
+            try:
+                async with asyncio.timeout_at(start + self.patience + len(body) / self._min_rate):
+                    message = await receive()
+            except TimeoutError:
+                return error_response(
+                    408, f"the body came slower than {self._min_rate:.0f} bytes per second; send it again"
+                )
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            chunk = message.get("body", b"")
+            body += chunk
+            self._held += len(chunk)
+            more = message.get("more_body", False)
+            if len(body) > limit:
+                return error_response(413, f"the body exceeds {limit} bytes (buffer.max_body_bytes)")
+            if self._held > 4 * max(self._max_body_bytes, JSON_BODY_LIMIT):
+                return error_response(429, "too many large bodies at once; try again")
+        return None
+
+    def _counted(self, send: Send) -> Send:
+        async def counted(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self.refused += message["status"] in REFUSALS
+            await send(message)
+
+        return counted
+
+
+class _Gone(Exception):
+    """The client has left."""
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive channel that yields the whole body once and then what really comes: the disconnect."""
+    first = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> dict[str, Any]:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+def impatient_protocol(guard: Guard) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
+    request, its first or a later one, is closed. uvicorn itself would wait for ever."""
+
+    class ImpatientProtocol(H11Protocol):
+        _closing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_watching()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """What follows a valid head is no HTTP: its request may be in the application's hands already."""
+            guard.refused += 1
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if cycle.response_started:
+                    self.transport.close()
+                    return
+            super().send_400_response(msg)
+
+        def _watch(self) -> None:
+            """Bytes that complete no head do not buy more time."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_watching()  # a request is being served; how long its body may take is the guard's matter
+            elif self._closing is None:
+                self._closing = self.loop.call_later(guard.patience, self._close)
+
+        def _stop_watching(self) -> None:
+            if self._closing is not None:
+                self._closing.cancel()
+                self._closing = None
+
+        def _close(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                guard.refused += 1
+                self.transport.close()
+
+    return ImpatientProtocol

@@ -1,0 +1,27 @@
+"""Which run a directory holds: the parts of one run know each other by it, and no other run by the same name."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def run_identity(run_dir: Path, name: str) -> str:
+    """``name`` and a number drawn once per run directory, as in ``demo-1f0c9a6b``; kept in ``<run_dir>/run_id``.
+
+    Whichever part of the run comes first draws it; the others read it. A run that is resumed has the directory of the
+    old one, so the same identity; a new directory is another run, also under the same name and config.
+    """
+    path = run_dir / "run_id"
+    if not path.exists():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        temporary = run_dir / f"run_id.{os.getpid()}.tmp"
+        temporary.write_text(f"{name}-{secrets.token_hex(4)}\n")
+        try:
+            os.link(temporary, path)  # unlike a rename it fails if another part was faster
+        except FileExistsError:
+            pass
+        finally:
+            temporary.unlink()
+    return path.read_text().strip()

@@ -1,0 +1,206 @@
+"""Broken and hostile clients against the real server: nothing but a 4xx and a counter comes of it."""
+
+import json
+import socket
+import struct
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
+from tests.trajectories import make_trajectory
+
+pytestmark = pytest.mark.system
+
+PATIENCE = 1.0
+HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
+
+
+@pytest.fixture(scope="module")
+def buffer(tmp_path_factory):
+    buffer = Buffer(tmp_path_factory.mktemp("hostile"), patience=PATIENCE, buffer={"max_body_bytes": 100_000})
+    buffer.start()
+    buffer.client().register_trainer("test", 0)
+    serve_engine(buffer)
+    yield buffer
+    buffer.kill()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(buffer):
+    """After every test the process lives, has logged no error, and serves."""
+    yield
+    assert buffer.process.is_alive()
+    assert "Traceback" not in buffer.log()
+    started = time.monotonic()
+    assert buffer.client().stats()["trajectories_stored"] == 0
+    assert time.monotonic() - started < 5
+
+
+def refusals(buffer):
+    return buffer.client().stats()["requests_refused"]
+
+
+def connect(buffer):
+    address = urlsplit(buffer.url)
+    return socket.create_connection((address.hostname, address.port), timeout=10)
+
+
+def answer(connection):
+    """All that comes until the other side closes."""
+    data = b""
+    while chunk := connection.recv(65536):
+        data += chunk
+    return data
+
+
+def arrays_that_disagree():
+    good = make_trajectory(versions=[("1.0", 2, 6)])
+    return {
+        name: make_trajectory(**{name: np.concatenate([getattr(good, name), [0]]).astype(getattr(good, name).dtype)})
+        for name in ("loss_mask", "logprobs", "rewards")
+    }
+
+
+BODIES = {
+    "nothing": b"",
+    "no msgpack": b"\xc1\xff\x00",
+    "a cut message": make_trajectory().encode()[:-7],
+    "lists in lists": b"\x91" * 90_000,
+    "a list of 2^32 - 1": b"\xdd\xff\xff\xff\xff",
+    "another format": json.dumps({"token_ids": [1, 2]}).encode(),
+    "an id beyond the vocabulary": make_trajectory(token_ids=np.array([1, 2, 3, 4, 5, 7], np.int32)).encode(),
+    "NaN": make_trajectory(logprobs=np.array([0, 0, np.nan, -1, 0, -1], np.float32)).encode(),
+    "an infinite reward": make_trajectory(rewards=np.array([0, 0, 0, 0, 0, np.inf], np.float32)).encode(),
+    "a visit never leased": make_trajectory(task_id="train/3", epoch=99, versions=[("1.0", 2, 6)]).encode(),
+    "another run's": make_trajectory(run_id="other", versions=[("1.0", 2, 6)]).encode(),
+    "a version of the future": make_trajectory(versions=[("9.0", 2, 6)]).encode(),
+    **{f"{name} too long": trajectory.encode() for name, trajectory in arrays_that_disagree().items()},
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_bad_body_is_a_422_with_a_sentence_and_a_count(buffer, body):
+    before = refusals(buffer)
+    response = buffer.post("/v1/trajectories", body)
+    assert response.status_code == 422 and len(response.json()["error"]) > 10
+    assert refusals(buffer) == before + 1
+
+
+def test_wrong_tokens_and_wrong_paths_are_counted(buffer):
+    before = refusals(buffer)
+    assert buffer.get("/v1/stats", token="guess").status_code == 401
+    assert buffer.get("/v1/stats", token="guess again").status_code == 401
+    assert httpx.delete(f"{buffer.url}/v1/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
+    assert buffer.post("/v1/trajectories", b"x" * 100_001).status_code == 413
+    assert refusals(buffer) == before + 4
+
+
+def test_an_id_that_is_taken_is_refused_and_a_replay_is_a_duplicate(buffer):
+    """Leaves nothing stored behind: what it submits has failed."""
+
+    async def scenario(client):
+        first, second = await client.lease("w", 2, 5.0)
+
+        def failed(lease, id):
+            return make_trajectory(
+                id=id, task_id=lease.task["id"], epoch=lease.epoch, attempt=lease.attempt, failure="x",
+                versions=[("1.0", 2, 6)],
+            )  # fmt: skip
+
+        assert await client.submit(failed(first, "mine")) == "dropped"
+        assert await client.submit(failed(first, "mine")) == "duplicate"
+        response = buffer.post("/v1/trajectories", failed(second, "mine").encode())
+        assert response.status_code == 422 and "another visit's trajectory" in response.text
+        await client.release(second.visit_id, second.attempt, "enough")
+
+    on_async(buffer, scenario)
+
+
+@pytest.mark.parametrize(
+    "bytes_sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,  # a TLS client
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: b\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: b\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        f"{HEAD}Transfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\nzz\r\n".encode(),
+    ],
+)
+def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
+    before = refusals(buffer)
+    with connect(buffer) as connection:
+        try:
+            connection.sendall(bytes_sent)
+            data = answer(connection)
+        except ConnectionError:
+            data = b""
+    assert data == b"" or b" 40" in data.split(b"\r\n")[0]
+    assert refusals(buffer) >= before + 1
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(buffer):
+    for size in (0, 1, 500):
+        with connect(buffer) as connection:
+            connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode() + b"x" * size)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+
+
+def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffer):
+    before = refusals(buffer)
+    started = time.monotonic()
+    with connect(buffer) as connection:
+        connection.settimeout(0.2)
+        try:
+            while time.monotonic() - started < 10:
+                connection.sendall(b"G")
+                try:
+                    if connection.recv(100) == b"":
+                        break
+                except TimeoutError:
+                    pass
+        except ConnectionError:
+            pass
+    assert PATIENCE * 0.9 < time.monotonic() - started < PATIENCE + 4
+    assert refusals(buffer) == before + 1
+
+
+def test_a_body_that_trickles_is_a_408(buffer):
+    before = refusals(buffer)
+    started = time.monotonic()
+    with connect(buffer) as connection:
+        connection.sendall(f"{HEAD}Content-Length: 1000\r\nConnection: close\r\n\r\n".encode())
+        connection.settimeout(0.2)
+        data = b""
+        while b"\r\n" not in data and time.monotonic() - started < 10:
+            connection.sendall(b"x")
+            try:
+                data += connection.recv(1000)
+            except TimeoutError:
+                continue
+    assert data.startswith(b"HTTP/1.1 408 ")
+    assert PATIENCE * 0.9 < time.monotonic() - started < PATIENCE + 4
+    assert refusals(buffer) == before + 1
+
+
+def test_two_thousand_idle_connections_stop_nobody_and_are_closed(buffer):
+    process = psutil.Process(buffer.process.pid)
+    before = process.memory_info().rss
+    connections = [connect(buffer) for _ in range(2000)]
+    try:
+        started = time.monotonic()
+        buffer.client().stats()
+        assert time.monotonic() - started < 5
+        assert process.memory_info().rss - before < 150 * 2**20
+        deadline = time.monotonic() + 20
+        while process.num_fds() > 200 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert process.num_fds() < 200
+    finally:
+        for connection in connections:
+            connection.close()

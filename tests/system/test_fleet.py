@@ -1,0 +1,242 @@
+"""Episodes in flight while parts of the fleet die: real processes, and every visit is accounted for.
+
+The buffer, two workers and two engines are processes; the engines are stubs that speak SGLang's ``/generate``. The
+test plays the trainer and the sidecars.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import httpx
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from megatron_sao.buffer.client import BufferError
+from megatron_sao.buffer.database import Database
+from megatron_sao.buffer.store import Store
+from megatron_sao.data.tasks import load_tasks
+from tests.system.buffer_process import TOKEN, Buffer, on_async
+from tests.trajectories import make_config
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+BATCH, STALENESS = 8, 3
+
+
+class Fleet:
+    def __init__(self, directory):
+        self.directory = directory
+        rollout = {
+            "environment": "tests.system.fleet_environment:TwoTurns", "max_tokens": 60, "concurrency": 8,
+            "max_retries": 20,
+        }  # fmt: skip
+        self.config = make_config(
+            directory, rollout=rollout, rl={"batch_size": BATCH, "max_staleness": STALENESS},
+            buffer={"lease_seconds": 3, "max_attempts": 20},
+        )  # fmt: skip
+        self.buffer = Buffer(directory, self.config)
+        (directory / "config.json").write_text('{"vocab_size": 7, "max_position_embeddings": 100}')
+        words = Tokenizer(models.WordLevel({str(i): i for i in range(7)}, unk_token="0"))
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
+        self.buffer.start()
+        self.trainer = self.buffer.client()
+        self.step, self.trained, self.batches = 0, [], {}
+        self.engines, self.urls, self.workers = {}, {}, {}
+        self._beating = True
+        self._sidecars = threading.Thread(target=self._beat)
+
+    def start(self):
+        for name in ("engine-0", "engine-1"):
+            self.start_engine(name)
+        for name in ("worker-0", "worker-1"):
+            self.start_worker(name)
+        self.register_trainer()
+        self._sidecars.start()
+
+    def stop(self):
+        self._beating = False
+        self._sidecars.join()
+        for process in (*self.workers.values(), *self.engines.values()):
+            process.kill()
+            process.wait()
+        self.buffer.kill()
+
+    def start_engine(self, name):
+        port_file = self.directory / f"{name}.url"
+        port_file.unlink(missing_ok=True)
+        self.engines[name] = subprocess.Popen([sys.executable, "-m", "tests.system.stub_engine", port_file, name[-1]])
+        wait_until(lambda: port_file.exists() and port_file.read_text().endswith("\n"), "engine")
+        self.urls[name] = port_file.read_text().strip()
+        on_async(self.buffer, lambda client: client.register_engine(name, self.urls[name], 1))
+
+    def start_worker(self, name):
+        command = [sys.executable, "-m", "megatron_sao.cli", "rollout", str(self.directory / "run.yaml")]
+        with (self.directory / f"{name}.log").open("a") as log:
+            self.workers[name] = subprocess.Popen(
+                [*command, "--run-dir", str(self.directory), "--worker-id", name], stdout=log, stderr=log,
+                env=os.environ | {"MEGATRON_SAO_BUFFER": self.buffer.url, "MEGATRON_SAO_TOKEN": TOKEN},
+            )  # fmt: skip
+
+    def register_trainer(self):
+        self.incarnation = self.trainer.register_trainer("test", self.step)
+        self.push()
+
+    def push(self):
+        version = f"{self.incarnation}.{self.step}"
+        for engine in self.trainer.engines():
+            if engine.state == "down" or self.engines[engine.id].poll() is not None:
+                continue
+            self.trainer.mark_engine(engine.id, "dirty", None, self.incarnation)
+            httpx.post(f"{engine.url}/push", json={"version": version}, trust_env=False)
+            try:
+                self.trainer.mark_engine(engine.id, "clean", version, self.incarnation)
+            except BufferError as error:
+                assert error.status == 409  # registered anew meanwhile; the next push reaches it
+
+    def train(self, steps):
+        """That many steps; every batch is checked as a trainer would, and remembered."""
+        for _ in range(steps):
+            deadline = time.monotonic() + 90
+            while (entries := self.trainer.batch("rl", self.step, self.incarnation, BATCH, self.step, 1.0)) is None:
+                assert time.monotonic() < deadline, self.trainer.stats()
+                assert all(worker.poll() is None for worker in self.workers.values())
+            ids = [entry.id for entry in entries]
+            assert self.batches.setdefault(self.step, ids) == ids
+            self.trained += [check(self.trainer.trajectory(id)) for id in ids]
+            self.step += 1
+            self.push()
+
+    def until_episodes_are_in_flight(self, *names):
+        """Take batches, which lets new episodes begin, until each of these engines (default: all) plays some."""
+        for _ in range(30):
+            self.train(1)
+            for _ in range(10):
+                if all(self.in_flight(name) for name in names or self.engines):
+                    return
+                time.sleep(0.02)
+        raise AssertionError(f"no episodes in flight: {self.trainer.stats()}")
+
+    def in_flight(self, name):
+        if self.engines[name].poll() is not None:
+            return 0
+        return httpx.get(f"{self.urls[name]}/state", trust_env=False).json()["in_flight"]
+
+    def _beat(self):
+        while self._beating:
+            for name in list(self.engines):
+                if self.engines[name].poll() is None:
+                    try:
+                        on_async(self.buffer, lambda client, name=name: client.heartbeat_engine(name))
+                    except BufferError as error:
+                        assert error.status == 404
+            time.sleep(0.5)
+
+
+def wait_until(condition, what, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.05)
+
+
+def check(trajectory):
+    """Complete: two turns of eight tokens to the token, each with a log-probability and a version."""
+    trajectory.validate(vocab_size=7, max_tokens=60)
+    assert trajectory.failure is None and trajectory.loss_mask.tolist() == [0] * 3 + [1] * 8 + [0] * 2 + [1] * 8
+    assert (trajectory.logprobs[trajectory.loss_mask == 1] < 0).all() and np.isfinite(trajectory.logprobs).all()
+    return trajectory
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"))
+    try:
+        fleet.start()
+        yield fleet
+        account(fleet)
+    finally:
+        fleet.stop()
+
+
+def account(fleet):
+    """At the end: every visit is done with one trajectory, or open; every trajectory was trained once or is there."""
+    for worker in fleet.workers.values():
+        worker.terminate()
+    for worker in fleet.workers.values():
+        assert worker.wait(20) == 0, "a worker did not end in good order"
+    stats, dropped = fleet.trainer.stats(), fleet.trainer.dropped(limit=1000)
+    fleet.buffer.kill()
+    tasks = [load_tasks(path) for path in (fleet.config.data.train, fleet.config.data.eval)]
+    store = Store(fleet.directory / "buffer", fleet.config, *tasks)
+    held = {row["id"] for state in ("stored", "assigned") for row, _ in store.trajectories(state)}
+    store.close()
+    trained = Counter(id for ids in fleet.batches.values() for id in ids)
+    stale = {entry["trajectory"] for entry in dropped if entry["counter"] == "dropped_stale"}
+    assert set(trained.values()) == {1} and not stale & trained.keys()
+    assert stats["train_trajectories_accepted"] == len(held | trained.keys() | stale)
+    assert stats["trajectories_failed"] == stats["train_visits_set_aside"] == 0, dropped
+    index = Database(fleet.directory / "buffer" / "index.sqlite")
+    states = Counter(row["state"] for row in index.rows("SELECT state FROM visits"))
+    index.close()
+    assert states["done"] == stats["train_trajectories_accepted"]
+    assert states.keys() <= {"done", "ready"}, "a stopped worker gives back what it was playing"
+
+
+def test_a_weight_update_changes_versions_within_episodes_and_loses_none(fleet):
+    fleet.train(3)
+    fleet.until_episodes_are_in_flight()
+    fleet.push()
+    fleet.train(2)
+    assert any(len(trajectory.action_versions) > 1 for trajectory in fleet.trained)
+    assert fleet.trainer.stats()["leases_expired"] == 0
+
+
+def test_an_engine_crash_moves_its_turns_to_the_other_one(fleet):
+    fleet.until_episodes_are_in_flight("engine-0")
+    before = len(fleet.trained)
+    fleet.engines["engine-0"].kill()
+    fleet.engines["engine-0"].wait()
+    fleet.train(3)
+    assert sum(trajectory.metrics["engine_retries"] for trajectory in fleet.trained[before:]) >= 1
+    assert fleet.trainer.stats()["leases_expired"] == fleet.trainer.stats()["leases_released"] == 0
+    fleet.start_engine("engine-0")  # as its sidecar would; it serves once the trainer has pushed
+    fleet.push()
+    fleet.until_episodes_are_in_flight("engine-0")
+
+
+def test_a_worker_crash_sends_its_visits_out_again(fleet):
+    fleet.until_episodes_are_in_flight()
+    fleet.workers["worker-0"].kill()
+    fleet.workers["worker-0"].wait()
+    fleet.start_worker("worker-0")
+    wait_until(lambda: fleet.trainer.stats()["leases_expired"] >= 1, "expired lease")
+    before = len(fleet.trained)
+    fleet.train(4)
+    assert any(trajectory.attempt > 1 for trajectory in fleet.trained[before:])
+
+
+def test_a_buffer_restart_interrupts_nobody(fleet):
+    fleet.until_episodes_are_in_flight()
+    released = fleet.trainer.stats()["leases_released"]
+    fleet.buffer.kill()
+    time.sleep(1)
+    fleet.buffer.start()
+    fleet.train(3)
+    assert fleet.trainer.stats()["leases_released"] == released
+
+
+def test_a_trainer_restart_gets_the_recorded_batches_and_goes_on(fleet):
+    fleet.train(1)
+    fleet.until_episodes_are_in_flight()
+    fleet.step -= 2
+    trained = list(fleet.trained)
+    fleet.register_trainer()
+    fleet.train(4)
+    again = [trajectory.id for trajectory in fleet.trained[len(trained) :][: 2 * BATCH]]
+    assert again == [trajectory.id for trajectory in trained[-2 * BATCH :]]

@@ -1,0 +1,125 @@
+"""Whatever bytes arrive, the decoder returns a trajectory or says in one sentence why it is none."""
+
+import math
+import tracemalloc
+from dataclasses import fields
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sao.buffer.admission import admit as admit_to
+from megatron_sao.data.trajectory import Support, Trajectory, TrajectoryError
+from tests.trajectories import make_config, make_trajectory
+
+GOOD = make_trajectory().encode()
+NAMES = [field.name for field in fields(Trajectory)] + ["schema"]
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8)
+    | st.binary(max_size=40) | st.just(msgpack.Timestamp(0, 0)) | st.just(msgpack.ExtType(7, b"x")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def admit(data: bytes) -> None:
+    """What the buffer does with a body. Anything but a TrajectoryError ends a request with a 500."""
+    try:
+        trajectory = Trajectory.decode(data).validate(vocab_size=7, max_tokens=100)
+    except TrajectoryError as error:
+        assert len(str(error)) < 1000
+        return
+    assert Trajectory.decode(trajectory.encode()).token_ids.tolist() == trajectory.token_ids.tolist()
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes(data):
+    admit(data)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=6), st.integers(0, 9)
+)
+@settings(max_examples=600, deadline=None)
+def test_damaged_trajectories(changes, cut):
+    data = bytearray(GOOD)
+    for index, value in changes:
+        data[index] = value
+    admit(bytes(data[: len(data) - cut]))
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), JUNK, min_size=1, max_size=3))
+@settings(max_examples=400, deadline=None)
+def test_well_formed_messages_with_other_values(changes):
+    admit(msgpack.packb(msgpack.unpackb(GOOD) | changes))
+
+
+@given(JUNK)
+@settings(max_examples=300, deadline=None)
+def test_other_messages(message):
+    admit(msgpack.packb(message))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 100_000,  # lists in lists
+        b"\xdd\x7f\xff\xff\xff" * 50_000,  # lists of two thousand million
+        b"\xdf\x7f\xff\xff\xff" * 50_000,  # maps of as many
+        b"\xdb\xff\xff\xff\xff" + b"x" * 1000,  # text of four thousand million
+        b"\xc9\xff\xff\xff\xff\x01" + b"x" * 1000,
+        GOOD + GOOD,
+        b"",
+    ],
+)
+def test_announced_sizes_buy_no_memory(data):
+    tracemalloc.start()
+    with pytest.raises(TrajectoryError):
+        Trajectory.decode(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * len(data) + 2**20
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"created_at": math.nan}, "created_at"),
+        ({"sampling": {"temperature": math.inf}}, "sampling[temperature]"),
+        ({"sampling": {"temperature": "hot"}}, "sampling[temperature]"),
+        ({"id": "x" * 513}, "id"),
+        ({"failure": "x" * 5000}, "failure"),
+        ({"metrics": {str(i): 1.0 for i in range(1000)}}, "metrics"),
+        ({"logprobs": np.array([0, 0, np.nan, 0, 0, 0], np.float32)}, "logprobs[2]"),
+        ({"rewards": np.array([0, 0, np.inf, 0, 0, 0], np.float32)}, "rewards[2]"),
+        ({"token_ids": np.array([1, 2, 3, -4, 5, 6], np.int32)}, "token_ids[3]"),
+        ({"logprobs": np.zeros(5, np.float32)}, "logprobs"),
+        ({"loss_mask": np.zeros(7, np.uint8)}, "loss_mask"),
+    ],
+)
+def test_what_would_reach_the_trainer_as_nonsense_is_refused_by_name(changes, field):
+    with pytest.raises(TrajectoryError) as caught:
+        make_trajectory(**changes).validate(vocab_size=7, max_tokens=100)
+    assert str(caught.value).startswith(f"{field}:")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "complaint"),
+    [
+        ({}, {"sampling": {"temperature": 0.5}}, "sampling: temperature 0.5 is not the 1"),
+        ({}, {"sampling": {}}, "sampling: temperature None"),
+        ({"sampling": {"temperature": 0.5}}, {"kind": "eval", "sampling": {"temperature": 0.5}}, "is not the 1 of"),
+        ({"sampling": {"top_k": 2}}, {}, "support: is missing"),
+        ({}, {"support": Support.of([[3], [4], [6]])}, "support: is recorded"),
+    ],
+)
+def test_what_the_trainer_would_end_the_run_over_is_refused_at_the_door(tmp_path, config, changes, complaint):
+    rollout = {"environment": "package.module:Class", "max_tokens": 100} | config
+    body = make_trajectory(**changes).encode()
+    with pytest.raises(TrajectoryError, match=complaint):
+        admit_to(body, make_config(tmp_path, rollout=rollout), vocab_size=7)
+    failed = make_trajectory(**changes, failure="sandbox crashed")
+    assert admit_to(failed.encode(), make_config(tmp_path, rollout=rollout), vocab_size=7)[0].id == "t"
