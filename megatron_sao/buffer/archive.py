@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.buffer.database import Database, StoreError
+from megatron_sao.buffer.drops import Drops
 from megatron_sao.buffer.groups import Groups
 from megatron_sao.buffer.segments import SegmentCorrupt, Segments
 from megatron_sao.data.batches import STAGES
@@ -18,7 +19,7 @@ class Archive:
 
     def __init__(self, db: Database, segments: Segments) -> None:
         self._db, self._segments = db, segments
-        self._groups = Groups(db, db.get("group_size", 1))
+        self._groups = Groups(db, Drops(db), db.get("group_size", 1))
 
     @classmethod
     def open(cls, directory: Path) -> Archive:

@@ -65,7 +65,8 @@ def make_sidecar(tmp_path, monkeypatch):
 
 
 def child_of_this_test() -> psutil.Process | None:
-    return next(iter(psutil.Process().children()), None)
+    children = psutil.Process().children()  # of earlier tests, too
+    return next((child for child in children if "http.server" in " ".join(child.cmdline())), None)
 
 
 def test_the_sidecar_registers_its_server_and_registers_again_what_it_had_to_restart(make_sidecar):
