@@ -81,7 +81,8 @@ def quantise_by_loops(weight: torch.Tensor, block: tuple[int, int]) -> tuple[tor
 
 def dequantise_by_loops(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     weight = torch.empty(codes.shape)
-    for i in range(codes.shape[0]):
-        for j in range(codes.shape[1]):
-            weight[i, j] = codes[i, j].float() * scale[i // block[0], j // block[1]]
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            area = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            weight[area] = codes[area].float() * scale[i, j]
     return weight.bfloat16()

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tqdm import tqdm
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
-from megatron_sao.convert.ranks import stop_on
+from megatron_sao.convert.ranks import on_rank_0, stop_on
 from megatron_sao.convert.staging import Staging
 from megatron_sao.models.hf import HFModel, read_hf_model, transformer_config
 from megatron_sao.models.mapping import Entry, entries
@@ -35,8 +35,8 @@ from megatron_sao.weights.fp8 import SCALE_SUFFIX
 from megatron_sao.weights.hf_files import (
     Group,
     HFTensors,
+    Shard,
     WeightError,
-    companions,
     copy_companions,
     plan_shards,
     write_index,
@@ -72,16 +72,13 @@ def convert(hf: Path, out: Path, parallel: ParallelConfig, shard_bytes: int) -> 
     if problems := hf_problems(source, [(place.name, place.tensor) for place in weights], model, config):
         problems = f"{hf} does not hold the tensors of a {model.model_type} with its config.json: {problems}"
     stop_on(problems or _differing_head(source, model))
-    sizes = parallel.model_dump(include={"tp", "pp", "ep", "etp"})
-    job = {"from": source.fingerprint(), "layout": sizes, "shard_bytes": shard_bytes, "config": model.raw}
+    job = {"from": source.fingerprint(), "layout": parallel.model_dump(), "size": shard_bytes, "config": model.raw}
     staging = Staging(out, job)
-    if dist.get_rank() == 0:
-        staging.prepare()
-        (staging.directory / HF).mkdir(exist_ok=True)
-    dist.barrier()
+    on_rank_0(staging.prepare)
     table = {entry.name: entry for entry in entries(model, config)}
     mine = [place for place in weights if place.is_mine_to_write]
-    carried = plan_shards(_carried(source, model), shard_bytes)
+    groups = _carried(source, model)
+    carried = plan_shards(groups, shard_bytes) if groups else []
     total = sum(_nbytes(place) for place in mine)
     with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=dist.get_rank() > 0) as bar:
         for number, part in enumerate(_parts(mine, shard_bytes)):
@@ -90,18 +87,15 @@ def convert(hf: Path, out: Path, parallel: ParallelConfig, shard_bytes: int) -> 
                 staging.finish(name, _write_part(staging.directory / name, part, source, table, model, config, bar))
             else:
                 bar.update(sum(_nbytes(place) for place in part))
-    for shard in carried[dist.get_rank() :: dist.get_world_size()] if carried[0].groups else []:
+    (staging.directory / HF).mkdir(exist_ok=True)
+    for shard in carried[dist.get_rank() :: dist.get_world_size()]:
         if staging.note(f"{HF}/{shard.file}") is None:
             write_shard(staging.directory / HF, shard)
             staging.finish(f"{HF}/{shard.file}")
     name = f"__{dist.get_rank()}_objects.distcp"
     staging.finish(name, _write_objects(staging.directory / name, extra))
     dist.barrier()
-    if dist.get_rank() == 0:
-        if carried[0].groups:
-            write_index(staging.directory / HF, carried)
-        _complete(staging, source, model, set(table))
-    dist.barrier()
+    on_rank_0(lambda: _complete(staging, source, model, set(table), carried))
 
 
 def layout(model: HFModel, parallel: ParallelConfig) -> TransformerConfig:
@@ -185,7 +179,7 @@ def _write_objects(path: Path, extra: list[tuple[str, bytes]]) -> dict[str, Any]
         return {"parameters": [], "stored": [asdict(write_object(file, *item)) for item in own + extra]}
 
 
-def _complete(staging: Staging, source: HFTensors, model: HFModel, parameters: set[str]) -> None:
+def _complete(staging: Staging, source: HFTensors, model: HFModel, parameters: set[str], carried: list[Shard]) -> None:
     """On rank 0, when all ranks have written their files: metadata, what is carried along, and the name."""
     finished = staging.finished()
     notes = {file: note for file, (_, note) in finished.items() if file.endswith(".distcp")}
@@ -194,12 +188,13 @@ def _complete(staging: Staging, source: HFTensors, model: HFModel, parameters: s
         raise WeightError(f"parameters that no rank has written: {sorted(parameters - written)}")
     directory = staging.directory
     write_metadata(directory, {file: [Stored(**s) for s in note["stored"]] for file, note in notes.items()})
+    write_index(directory / HF, carried)
     copy_companions(model.path, directory / HF)
     dtypes = {name: str(source.disk_specs(name)[0].dtype).removeprefix("torch.") for name in sorted(source.names())}
     write_text(directory / SOURCE, json.dumps(dtypes))
-    made = [".metadata", "metadata.json", SOURCE, *(f"{HF}/{path.name}" for path in companions(directory / HF))]
     checksums = {file: checksum for file, (checksum, _) in finished.items()}
-    checksums |= {file: files.checksum(directory / file) for file in made}
+    made = (str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    checksums |= {file: files.checksum(directory / file) for file in made if file not in checksums}
     files.sync(directory)
     meta = {"config": config_fingerprint(model.raw), "models": ["policy"], "optimizers": [], "files": checksums}
     files.write_meta(directory, meta)

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from megatron_sao.config import ConfigError, ParallelConfig
 from megatron_sao.convert.hf_to_megatron import HF, SOURCE, layout
-from megatron_sao.convert.ranks import stop_on
+from megatron_sao.convert.ranks import on_rank_0, stop_on
 from megatron_sao.convert.staging import Staging
 from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.models.mapping import Entry, entries
@@ -37,6 +37,7 @@ from megatron_sao.weights.fp8 import (
 from megatron_sao.weights.hf_files import (
     Group,
     HFTensors,
+    Shard,
     TensorSpec,
     WeightError,
     copy_companions,
@@ -88,9 +89,7 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
     made = files.read_meta(megatron)["files"]
     job = {"from": made, "original": str(original.directory), "dtype": dtype, "shard_bytes": shard_bytes}
     staging = Staging(out, job)
-    if dist.get_rank() == 0:
-        staging.prepare()
-    dist.barrier()
+    on_rank_0(staging.prepare)
     mine = shards[dist.get_rank() :: dist.get_world_size()]
     total = sum(spec.nbytes for shard in mine for spec in shard.specs)
     with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=dist.get_rank() > 0) as bar:
@@ -101,11 +100,13 @@ def convert(megatron: Path, out: Path, hf: Path | None, dtype: Format, shard_byt
             else:
                 bar.update(sum(spec.nbytes for spec in shard.specs))
     dist.barrier()
-    if dist.get_rank() == 0:
-        write_index(staging.directory, shards)
-        copy_companions(original.directory, staging.directory, _config(original, dtype))
-        staging.publish()
-    dist.barrier()
+    on_rank_0(lambda: _complete(staging, shards, original, dtype))
+
+
+def _complete(staging: Staging, shards: list[Shard], original: Original, dtype: Format) -> None:
+    write_index(staging.directory, shards)
+    copy_companions(original.directory, staging.directory, _config(original, dtype))
+    staging.publish()
 
 
 def _original_directory(megatron: Path, hf: Path | None) -> Path:

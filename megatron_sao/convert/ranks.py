@@ -90,3 +90,14 @@ def stop_on(problem: str) -> None:
         raise WeightError(problems[0])
     if problems:
         raise SystemExit(1)
+
+
+def on_rank_0(action: Callable[[], None]) -> None:
+    """``action`` on rank 0, while the others wait. Its :class:`ConfigError` ends all of them. Collective."""
+    problem = ""
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except ConfigError as error:
+            problem = str(error)
+    stop_on(problem)

@@ -61,6 +61,11 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError(f"model.path = {config.model.path} is not a directory; make or download the model first")
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path = {config.model.path} holds no config.json, so it is no Hugging Face model")
+    if config.model.megatron_path is not None and not config.model.megatron_path.is_dir():
+        raise ConfigError(
+            f"model.megatron_path = {config.model.megatron_path} is not a directory; make it with "
+            "tools/convert_hf_to_megatron.py, or leave it out"
+        )
     for name, path in config.data:
         if path is not None and not path.is_file():
             raise ConfigError(f"data.{name} = {path} is not a file; make it or correct the path")

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ def write_shard(directory: Path, shard: Shard, progress: Callable[[int], object]
 
 def write_index(directory: Path, shards: list[Shard]) -> None:
     """The index of a directory of several files; a single one has none."""
-    if len(shards) == 1:
+    if len(shards) <= 1:
         return
     names = {spec.name: shard.file for shard in shards for spec in shard.specs}
     size = sum(spec.nbytes for shard in shards for spec in shard.specs)
@@ -270,19 +270,14 @@ def copy_companions(source: Path, directory: Path, config: dict[str, Any] | None
     Args:
         config: what ``config.json`` shall say instead, or None to copy it too.
     """
-    for path in companions(source):
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+            continue
         shutil.copyfile(path, directory / path.name)
         with (directory / path.name).open("rb") as copy:
             os.fsync(copy.fileno())
     if config is not None:
         write_text(directory / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def companions(source: Path) -> Iterator[Path]:
-    for path in sorted(source.iterdir()):
-        weights = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if path.is_file() and not weights:
-            yield path
 
 
 def write_text(path: Path, text: str) -> None:

@@ -202,10 +202,11 @@ def test_an_interrupted_conversion_goes_on_with_the_files_it_had(
     original = getattr(module, writer)
 
     def write(*args):
+        file = args[1].file if direction == "to_hf" else args[0].name
         if len(written) == 3:
+            (tmp_path / "out.partial" / "data" / f"{file}.tmp").write_bytes(b"half of it")
             raise KeyboardInterrupt
-        name = args[1].file if direction == "to_hf" else args[0].name
-        written.append(name)
+        written.append(file)
         return original(*args)
 
     with monkeypatch.context() as patch:
@@ -229,6 +230,7 @@ def test_an_interrupted_conversion_goes_on_with_the_files_it_had(
     back = tmp_path / "out" if direction == "to_hf" else to_hf(tmp_path / "out", tmp_path / "back")
     assert_same_tensors(tensors_of(back), tensors_of(models / MTP))
     assert not (tmp_path / "out.partial").exists()
+    assert not list((tmp_path / "out").rglob("*.tmp"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "fp8"])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from megatron_sao.config import ConfigError
+from megatron_sao.models.hf import read_hf_model
 from megatron_sao.weights.fp8 import FP8, FP8Error, dequantise, is_quantisable, quantise
 from tests.conversion import dequantise_by_loops, quantise_by_loops
 
@@ -82,6 +87,22 @@ def test_power_of_two_scales_never_overflow_and_are_exact_to_dequantise(weight: 
 def _spread(scale: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     rows = scale.repeat_interleave(BLOCK[0], 0)[: codes.shape[0]]
     return rows.repeat_interleave(BLOCK[1], 1)[:, : codes.shape[1]]
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]},
+        {"quant_method": "fp8", "fmt": "e4m3"},  # one scale per tensor
+        {"quant_method": "gptq", "bits": 4},
+    ],
+)
+def test_other_quantisation_is_refused_with_a_sentence(quantization: dict, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=f"quant_method '{quantization['quant_method']}'.*use the bfloat16 release"):
+        read_hf_model(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def test_what_is_missing_is_named(config, tmp_path, sections, message):
         local.check_one_machine(given)
 
 
+def test_a_converted_model_that_is_missing_is_named(config, tmp_path):
+    model = {"path": tmp_path / "model", "megatron_path": "/nowhere/m"}
+    with pytest.raises(ConfigError, match=r"model\.megatron_path = /nowhere/m is not a directory"):
+        local.check_inputs(make(tmp_path, model=model))
+
+
 def test_a_model_directory_without_config_json_is_named(config, tmp_path):
     (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"model holds no config\.json"):
