@@ -143,7 +143,8 @@ def test_splitting_under_every_denominator(
 
 
 def test_the_order_of_trajectories(world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path) -> None:
-    assert_same(one_step(glm4_moe, mixed_batch()[::-1], tmp_path, world), expected)
+    # the gradient of the keys' bias nearly cancels (a constant on all keys moves no softmax): 1.1e-6 on some CPUs
+    assert_same(one_step(glm4_moe, mixed_batch()[::-1], tmp_path, world), expected, tolerance=2e-6)
 
 
 def test_padding(world: Backend, glm4_moe: Path, expected: Result, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def evaluations(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {e["step"]: e for e in read_events(run_dir) if "eval/success_rate" in e}
 
 
-def write_config(directory: Path, tiny: Path, routing_replay: bool = False, **rl: Any) -> Path:
+def write_config(directory: Path, tiny: Path, routing_replay: bool = False, keep: int = 2, **rl: Any) -> Path:
     """The demo's config, cut down to seconds: no cold start, a few small steps."""
     demo = Path(__file__).parents[2] / "model_configs" / "tiny_glm4_moe.yaml"
     config = yaml.safe_load(demo.read_text())
@@ -36,7 +36,7 @@ def write_config(directory: Path, tiny: Path, routing_replay: bool = False, **rl
     config["algorithm"]["routing_replay"] = routing_replay
     config["rl"] |= {"steps": STEPS, "batch_size": 16} | rl
     config["eval"] |= {"prompts": EVAL_PROMPTS, "every": 3}
-    config["checkpoint"] = {"save_interval": 2, "keep": 2}
+    config["checkpoint"] = {"save_interval": 2, "keep": keep}
     path = directory / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
