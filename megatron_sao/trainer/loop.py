@@ -90,7 +90,7 @@ class Stage:
         except AlarmStop as alarm:
             position = Position.of(stage, step)
             self.finish_save(wait=True)
-            if self.checkpoints.newest != position:
+            if step > 0 and self.checkpoints.newest != position:  # before its first step a stage is as it was started
                 self.save(stage, step)
                 self.finish_save(wait=True)
             raise AlarmStop(f"stopped by an alarm: {alarm}; the same command resumes from {position}") from None
