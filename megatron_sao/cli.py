@@ -53,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"megatron-sao: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `megatron-sao inspect RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
+        return 1
 
 
 def _call(arguments: argparse.Namespace, config: object) -> int:

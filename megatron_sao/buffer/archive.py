@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.buffer.database import Database, StoreError
-from megatron_sao.buffer.drops import Drops
-from megatron_sao.buffer.groups import Groups
 from megatron_sao.buffer.segments import SegmentCorrupt, Segments
 from megatron_sao.data.batches import STAGES
 from megatron_sao.data.trajectory import Trajectory
@@ -19,7 +17,6 @@ class Archive:
 
     def __init__(self, db: Database, segments: Segments) -> None:
         self._db, self._segments = db, segments
-        self._groups = Groups(db, Drops(db), db.get("group_size", 1))
 
     @classmethod
     def open(cls, directory: Path) -> Archive:
@@ -52,9 +49,25 @@ class Archive:
     def recorded_batches(self) -> list[dict[str, Any]]:
         """stage, step and the ids of every batch that has not been collected, in the order of training."""
         return [
-            {"stage": STAGES[stage], "step": step, "ids": [entry["id"] for entry in self._groups.assigned(stage, step)]}
+            {"stage": STAGES[stage], "step": step, "ids": [entry["id"] for entry in self.members(stage, step)]}
             for stage, step in self._db.rows("SELECT stage, step FROM batches ORDER BY stage, step")
         ]
+
+    def members(self, stage: int, step: int) -> list[dict[str, Any]]:
+        """id, num_tokens and num_action_tokens of a batch: groups as they became complete, each in member order.
+
+        Args:
+            stage: its index in STAGES.
+        """
+        rows = self._db.rows(
+            "SELECT trajectories.id, num_tokens, num_action_tokens FROM trajectories JOIN visits ON visits.id=visit "
+            "WHERE trajectories.state='assigned' AND stage=? AND step=? "
+            "ORDER BY max(serial) OVER (PARTITION BY task_id, epoch / ?), epoch",
+            stage,
+            step,
+            self._db.get("group_size", 1),
+        )
+        return [dict(row) for row in rows]
 
     def read(self, id: str) -> bytes:
         """The encoded trajectory."""

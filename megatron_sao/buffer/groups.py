@@ -43,17 +43,6 @@ class Groups:
         )
         return [row["serial"] for row in rows]
 
-    def assigned(self, stage: int, step: int) -> list[Row]:
-        """id, num_tokens and num_action_tokens of a batch: groups as they became complete, each in member order."""
-        return self._db.rows(
-            "SELECT trajectories.id, num_tokens, num_action_tokens FROM trajectories JOIN visits ON visits.id=visit "
-            "WHERE trajectories.state='assigned' AND stage=? AND step=? "
-            "ORDER BY max(serial) OVER (PARTITION BY task_id, epoch / ?), epoch",
-            stage,
-            step,
-            self.size,
-        )
-
     def drop_siblings(self, lost: Row, reason: str) -> None:
         """The visit ``lost`` will never bring a trajectory to train on, so nothing of the rest of its group is of
         use: trajectories that are in are dropped, and episodes that still run find their visits set aside."""

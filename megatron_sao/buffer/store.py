@@ -297,7 +297,7 @@ class Store:
                     f"policy_version={recorded['policy_version']}, not for {batch_size}, {policy_version}; resume with "
                     "the config it was made with, or choose a new run directory",
                 )
-        return self._manifest(key)
+        return self.archive.members(*key)
 
     def commit(self, stage: str, step: int, incarnation: int) -> None:
         """Forget what lies strictly before (stage, step), and every dropped or failed trajectory. Their ids are known
@@ -320,9 +320,6 @@ class Store:
                 self.visits.forget_evaluation(evaluation["id"])
         live = self._db.rows("SELECT DISTINCT segment FROM trajectories WHERE state!='collected'")
         self._segments.keep_only({row["segment"] for row in live})
-
-    def _manifest(self, key: tuple[int, int]) -> list[dict[str, Any]]:
-        return [dict(row) for row in self.visits.groups.assigned(*key)]
 
     def _key(self, stage: str, step: int) -> tuple[int, int]:
         """(stage, step) as comparable numbers. Raises 410 if it has been collected."""

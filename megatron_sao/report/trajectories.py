@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +95,8 @@ def describe_trajectory(trajectory: Trajectory, text: TokenText) -> Iterator[str
     ending = f"FAILED: {t.failure}" if t.failure else "ended by a limit" if t.truncated else "ended by itself"
     yield f"reward      {t.total_reward:.4g}, {ending}"
     yield f"tokens      {t.num_tokens}, {t.num_action_tokens} of them actions; sampling {t.sampling}"
-    yield "weights     " + ", ".join(f"{label} for tokens {start}–{end - 1}" for label, start, end in t.versions)
+    spans = [list(group) for _, group in itertools.groupby(t.versions, key=lambda span: span[0])]
+    yield "weights     " + ", ".join(f"{span[0][0]} for tokens {span[0][1]}–{span[-1][2] - 1}" for span in spans)
     if t.metrics:
         yield "metrics     " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(t.metrics.items()))
     for kind, start, end in t.turns:

@@ -14,10 +14,9 @@ from megatron_sao.config import AlarmsConfig, RunConfig, dump_config
 from megatron_sao.data.batches import RecordedBatches
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.alarms import Alarms, AlarmStop
-from megatron_sao.trainer.loop import run_rl
+from megatron_sao.trainer.loop import Stage, run_rl
 from megatron_sao.trainer.main import Run
 from megatron_sao.trainer.source import LiveSource
-from megatron_sao.trainer.world import World
 from tests.distributed.offline import BATCH, offline_config, read_metrics
 
 pytestmark = pytest.mark.distributed
@@ -132,16 +131,30 @@ class NoEngines:
 def test_a_run_without_data_stops_with_a_checkpoint_at_the_step_that_waited(
     world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
 ) -> None:
-    config = offline_config(glm4_moe, alarms={"no_data_for": {"limit": 0, "action": "stop"}})
-    run = Run(config, tmp_path, batches, world)
-    stage = run._rl_stage(0)
+    run, stage = starved(world, glm4_moe, batches, tmp_path)
+    stage.source = run.recorded
     run_rl(stage, 1, 0)
-    stage.source = LiveSource(
-        NoBatch(), NoEngines(), World.current(world.device, config.parallel), run.stop, run.alarms
-    )
+    stage.source = LiveSource(NoBatch(), NoEngines(), run.world, run.stop, run.alarms)
     with pytest.raises(AlarmStop, match=r"stopped by an alarm: no batch for .* resumes from rl-1"):
         run_rl(stage, 2, 1)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "rl-1\n"
+
+
+def test_a_run_without_data_for_its_very_first_step_stops_as_it_was_started(
+    world: Backend, glm4_moe: Path, batches: Path, tmp_path: Path
+) -> None:
+    _, stage = starved(world, glm4_moe, batches, tmp_path)
+    with pytest.raises(AlarmStop, match=r"no batch for .* resumes from rl-0"):
+        run_rl(stage, 2, 0)
+    assert not list((tmp_path / "checkpoints").glob("*/meta.json"))
+
+
+def starved(world: Backend, model: Path, batches: Path, run_dir: Path) -> tuple[Run, Stage]:
+    """A run and its RL stage, for which no batch ever comes."""
+    run = Run(offline_config(model, alarms={"no_data_for": {"limit": 0, "action": "stop"}}), run_dir, batches, world)
+    stage = run._rl_stage(0)
+    stage.source = LiveSource(NoBatch(), NoEngines(), run.world, run.alarms)
+    return run, stage
 
 
 def stopping(model: Path, **parallel: int) -> RunConfig:
