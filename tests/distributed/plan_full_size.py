@@ -12,6 +12,7 @@ from typing import Any
 from megatron_sao.config import RunConfig, load_config, parse_config
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
+DEEPSEEK = MODELS / "deepseek_v3"
 CONFIGS = Path(__file__).parents[2] / "model_configs"
 # The shipped configs of models that the demo's tools do not make: directory of the model's config.json in MODELS.
 SHIPPED = {
@@ -35,7 +36,7 @@ SLOW_CASES: dict[str, tuple[str, list[str]]] = {
     "glm5_2_744b": ("glm5_2_744b", []),
     "deepseek_v3": (
         "glm5_2_744b",
-        [f"model.path={MODELS / 'deepseek_v3'}", "parallel.pp_first_layers=null", "parallel.pp_last_layers=5"],
+        [f"model.path={DEEPSEEK}", *PUBLISHED, "parallel.pp_first_layers=null", "parallel.pp_last_layers=5"],
     ),
     "glm4_5": (
         "glm4_5_air",
