@@ -130,22 +130,27 @@ class Layer:
         return self.tokens.local * (angles + (fused + copied) * self.size + (self.heads + self.groups) * _FLOAT)
 
     def _latent_projections(self) -> int:
-        """Multi-latent attention up to its core: latents before and after their norms, and what the up-projections and
-        the rotary embedding make of them."""
+        """Multi-latent attention up to its core: latents before and after their norms, and the rotary embedding."""
         m = self.megatron
         latents = 2 * (m.q_lora_rank or 0) + 2 * m.kv_lora_rank + self.rotated
-        up = self.heads * (self.key + m.qk_head_dim + self.value) + 4 * self.rotated
-        return (self.tokens.split * latents + self.tokens.local * up) * self.size
+        return (self.tokens.split * latents + self.tokens.local * 4 * self.rotated) * self.size
 
     def _core_attention(self, again: bool) -> int:
-        """Queries of the rank's own tokens, keys and values of the whole context, and the output: as the kernel leaves
-        it, and put together for the projection."""
-        local, heads = self.tokens.local, self.heads
-        keys_and_values = self.groups * (self.key + self.value) * self.size
-        kept = local * heads * (self.key + self.value) * self.size
+        """Queries of the rank's own tokens, keys and values, which context parallelism gathers, and the output: as the
+        kernel leaves it, and put together for the projection."""
+        local, context = self.tokens.local, self.tokens.context
+        if self.megatron.multi_latent_attention:
+            values = self.heads * self.value
+        elif self.megatron.qk_layernorm:
+            values = 0  # part of the fused projection, which the norms keep
+        else:
+            values = (self.heads + 2 * self.groups) * self.value  # the fused projection for their sake
+        kept = local * (self.heads * (self.key + self.value) + self.groups * self.key + values) * self.size
         if again:
-            return kept + local * keys_and_values
-        return kept + self.tokens.context * keys_and_values + local * heads * (self.value * self.size + _FLOAT)
+            return kept
+        if context > local:
+            kept += (context * (self.key + self.value) - local * self.key) * self.groups * self.size
+        return kept + local * self.heads * (self.value * self.size + _FLOAT)
 
     def _experts(self) -> int:
         """Router; routed copies of the tokens before, in and after their experts; the shared expert."""
@@ -175,7 +180,8 @@ class Layer:
 
     def selections(self, choosing: int, flying: float, cp: int) -> int:
         """Native sparse attention: a mask of keys per query for every layer that chooses, alive as long as its
-        micro-batch is; and while one chooses, four float32 matrices of the scores of its longest run of queries."""
+        micro-batch is; while one chooses, four float32 matrices of the scores of its longest run of queries; and the
+        mask that a layer attends by, once more in the model's dtype."""
         tokens = self.tokens
         if tokens.context <= self.megatron.dsa_indexer_topk:
             return 0
@@ -184,7 +190,7 @@ class Layer:
         else:  # a rank has two runs of queries, of which one sees much and the other little
             run = tokens.local // 2
             mask, longest = run * run * (2 * cp + 1), run * tokens.context
-        return int(flying * choosing) * mask + 4 * _FLOAT * longest
+        return int(flying * choosing) * mask + max(4 * _FLOAT * longest, mask * self.size)
 
     @property
     def last_stage(self) -> int:

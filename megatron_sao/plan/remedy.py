@@ -22,7 +22,7 @@ def find_remedy(config: RunConfig, model: HFModel, worst_stage: int) -> list[str
         if _fits(override_config(config, tried), model, worst_stage):
             return tried
     for factor in MORE_RANKS:
-        larger = [*tried, *_more_ranks(config, model, factor)]
+        larger = [*dict.fromkeys([*tried, *_more_ranks(config, model, factor)])]
         try:
             if _fits(override_config(config, larger), model, worst_stage):
                 return larger
@@ -43,10 +43,13 @@ def _cheaper_settings(config: RunConfig) -> list[str]:
 
 
 def _more_ranks(config: RunConfig, model: HFModel, factor: int) -> list[str]:
-    """A larger world: for experts, over which they are divided further, and for a dense model more replicas to share
-    its optimizer."""
-    more = [f"parallel.world_size={config.parallel.world_size * factor}"]
-    return [*more, f"parallel.ep={config.parallel.ep * factor}"] if model.num_experts else more
+    """A larger world, which shares tokens, optimizer and experts."""
+    parallel = config.parallel
+    sizes = {"world_size": parallel.world_size, "cp": parallel.cp}
+    if model.num_experts:
+        sizes["ep"] = parallel.ep
+    more = [f"parallel.{name}={size * factor}" for name, size in sizes.items()]
+    return more if parallel.distributed_optimizer else [*more, "parallel.distributed_optimizer=true"]
 
 
 def _fits(config: RunConfig, model: HFModel, worst_stage: int) -> bool:

@@ -99,13 +99,12 @@ class SimulatedModel:
         tensors: global name and shape of every tensor on the rank, as often as it is there.
         parameters: their number by kind.
         layers: of all its pipeline stages.
-        first, last: whether embedding and head are here.
+        last: whether the head is here.
     """
 
     tensors: list[tuple[str, tuple[int, ...]]]
     parameters: Counter[str]
     layers: list[LayerKind]
-    first: bool
     last: bool
 
 
@@ -167,8 +166,7 @@ def simulated_policy(config: RunConfig, model: HFModel) -> tuple[list[GPTModel],
         for chunk in chunks
         for layer in chunk.decoder.layers
     ]
-    first, last = any(chunk.pre_process for chunk in chunks), any(chunk.post_process for chunk in chunks)
-    return chunks, SimulatedModel(tensors, parameters, layers, first, last)
+    return chunks, SimulatedModel(tensors, parameters, layers, last=any(chunk.post_process for chunk in chunks))
 
 
 def kind_of(name: str) -> str:

@@ -153,7 +153,7 @@ def starved(world: Backend, model: Path, batches: Path, run_dir: Path) -> tuple[
     """A run and its RL stage, for which no batch ever comes."""
     run = Run(offline_config(model, alarms={"no_data_for": {"limit": 0, "action": "stop"}}), run_dir, batches, world)
     stage = run._rl_stage(0)
-    stage.source = LiveSource(NoBatch(), NoEngines(), run.world, run.alarms)
+    stage.source = LiveSource(NoBatch(), NoEngines(), run.world, run.stop, run.alarms)
     return run, stage
 
 
