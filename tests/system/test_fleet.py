@@ -169,7 +169,7 @@ def account(fleet):
     for worker in fleet.workers.values():
         worker.terminate()
     for worker in fleet.workers.values():
-        assert worker.wait(20) == 0, "a worker did not end in good order"
+        assert worker.wait(90) == 0, "a worker did not end in good order"  # the new one may be importing still
     stats, dropped = fleet.trainer.stats(), fleet.trainer.dropped(limit=1000)
     fleet.buffer.kill()
     tasks = [load_tasks(path) for path in (fleet.config.data.train, fleet.config.data.eval)]

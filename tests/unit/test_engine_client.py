@@ -577,6 +577,19 @@ def test_a_stopped_worker_gives_back_what_it_was_playing_and_a_lost_lease_ends_i
     assert buffer.released == [("1", 1, "the worker stopped")]
 
 
+class Closing(OneTurn):
+    closed = 0
+
+    async def close(self) -> None:
+        Closing.closed += 1
+
+
+def test_an_environment_is_closed_with_its_worker_where_it_can_be(tmp_path):
+    asyncio.run(Player(config(tmp_path, "Closing"), None, Digits()).close())
+    asyncio.run(Player(config(tmp_path, "OneTurn"), None, Digits()).close())
+    assert Closing.closed == 1
+
+
 def test_an_environment_may_be_named_by_its_entry_point(monkeypatch):
     entry = EntryPoint("one-turn", f"{__name__}:OneTurn", "megatron_sao.environment")
     found = {"megatron_sao.environment": EntryPoints([entry])}
