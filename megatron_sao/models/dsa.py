@@ -39,20 +39,12 @@ class Indexer(MegatronModule):
 
     def __init__(self, config: MLATransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__(config=config)
-        self.heads, self.dim, self.top_k = (
-            config.dsa_indexer_n_heads,
-            config.dsa_indexer_head_dim,
-            config.dsa_indexer_topk,
-        )
-        self.groups = groups
+        self.heads, self.dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.top_k, self.groups = config.dsa_indexer_topk, groups
         self.linear_wq_b = DuplicatedLinear(config.q_lora_rank, self.heads * self.dim, config=config)
         self.linear_wk = DuplicatedLinear(config.hidden_size, self.dim, config=config)
-        self.k_norm = torch.nn.LayerNorm(
-            self.dim,
-            eps=config.dsa_indexer_k_norm_epsilon,
-            device=torch.cuda.current_device(),
-            dtype=config.params_dtype,
-        )
+        device, dtype = torch.cuda.current_device(), config.params_dtype
+        self.k_norm = torch.nn.LayerNorm(self.dim, config.dsa_indexer_k_norm_epsilon, device=device, dtype=dtype)
         self.linear_weights_proj = Float32Linear(config.hidden_size, self.heads, config=config)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_
 if TYPE_CHECKING:
     from megatron_sao.models.hf import HFModel
 
-_ATTENTION = ("full_attention", "indexed_attention")
+_SPARSE = ("indexed_attention", "deepseek_sparse_attention")  # transformers' name, and the one before it
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -25,8 +25,9 @@ def refusals(model: HFModel) -> Iterator[str]:
         yield f"attention_bias = true for {model.model_type}"
     if raw.get("use_sliding_window"):
         yield "use_sliding_window = true"
-    for kind in sorted(set(raw.get("layer_types") or ()) - set(_ATTENTION)):
-        yield f"layer_types with {kind!r} (only {' and '.join(_ATTENTION)} are)"
+    attention = _SPARSE if model.model_type == "glm_moe_dsa" else ("full_attention",)
+    for kind in sorted(set(raw.get("layer_types") or ()) - set(attention)):
+        yield f"layer_types with {kind!r} for {model.model_type} (only {' and '.join(attention)} are)"
     yield from _rope(model)
     if model.latent_attention:
         yield from _latent_attention(model)
@@ -63,7 +64,7 @@ def _latent_attention(model: HFModel) -> Iterator[str]:
     raw = model.raw
     if not raw.get("q_lora_rank"):
         yield "q_lora_rank = null"
-    if raw.get("num_key_value_heads", raw["num_attention_heads"]) != raw["num_attention_heads"]:
+    if (raw.get("num_key_value_heads") or raw["num_attention_heads"]) != raw["num_attention_heads"]:
         yield f"num_key_value_heads = {raw['num_key_value_heads']} (only num_attention_heads is)"
     for field in ("rope_interleave", "indexer_rope_interleave"):
         if not raw.get(field, True):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import ParallelConfig
 from megatron_sao.models.backend import Backend
@@ -58,6 +59,32 @@ def test_packed_logits_equal_those_of_transformers(
     found = difference(logits(model, chunks, ParallelConfig(), world.device), expected[name])
     pytestconfig.stash.setdefault(PARITY_TABLE, {}).setdefault(name, {})["one rank"] = found
     assert found <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_of_every_weight_equal_those_of_transformers(
+    name: str, world: Backend, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of the logits times random numbers; on both sides written as weights, under the names they have on disk."""
+    model, config, chunks = build(models[name], ParallelConfig())
+    token_ids = sequences(model.vocab_size)
+    reference = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+    theirs = torch.cat([reference(s[None]).logits[0] for s in token_ids])
+    direction = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
+    ours = chunks[0](**forward_kwargs(packed(token_ids, 1, world.device)))[0]
+    for logits_, network in ((theirs, reference), (ours, chunks[0])):
+        (logits_ * direction).sum().backward()
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    reference.save_pretrained(tmp_path)
+    expected_gradients = HFTensors(tmp_path)
+    for tensor_name, gradient in HFExporter(chunks, model, config).tensors():
+        expected_gradient = expected_gradients[tensor_name]
+        # an indexer never has one, and an expert not where no token comes to it
+        assert expected_gradient.any() or ".indexer." in tensor_name or ".experts." in tensor_name, tensor_name
+        error = float((gradient - expected_gradient).norm())
+        assert error <= 1e-5 * float(expected_gradient.norm()), tensor_name
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,18 @@ def test_the_plain_config_of_every_architecture_is_accepted(model_type: str, tmp
     assert megatron(tmp_path, model_type).num_layers == 8
 
 
+def test_the_published_fields_of_glm_5_are_accepted(tmp_path: Path) -> None:
+    published = {
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True,
+        "indexer_rope_interleave": True, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1, "head_dim": 4,
+        "layer_types": ["deepseek_sparse_attention"] * 8, "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 5],
+        "index_topk_freq": 1, "indexer_types": [*["full"] * 3, *["shared"] * 3, "full", "shared"],
+    }  # fmt: skip
+    config = megatron(tmp_path, "glm_moe_dsa", **published)
+    assert config.moe_layer_freq == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert (config.dsa_indexer_topk_freq, config.dsa_indexer_skip_topk_offset) == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "sentence"),
     [
@@ -79,7 +91,8 @@ def test_the_plain_config_of_every_architecture_is_accepted(model_type: str, tmp
         ("glm_moe_dsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave = false"),
         ("glm_moe_dsa", {"index_topk_pattern": "FSFFFSFS"}, r"indexer_types = \['full', 'shared', 'full', 'full'"),
         ("glm_moe_dsa", {"indexer_types": ["shared"] * 8}, r"indexer_types = \['shared', "),
-        ("glm_moe_dsa", {"layer_types": ["linear_attention"] * 8}, "layer_types with 'linear_attention'"),
+        ("glm_moe_dsa", {"layer_types": ["linear_attention"] * 8}, "with 'linear_attention' for glm_moe_dsa"),
+        ("qwen3", {"layer_types": ["indexed_attention"]}, "layer_types with 'indexed_attention' for qwen3"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
     ],
 )  # fmt: skip

@@ -44,6 +44,7 @@ def config_json(directory: Path, **changes: Any) -> Path:
     ("changes", "moe_layers"),
     [
         ({"first_k_dense_replace": 1}, (1, 2, 3, 4, 5)),
+        ({"first_k_dense_replace": 1, "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 3]}, (3, 4, 5)),
         ({"n_routed_experts": None, "num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1, 5)),
         ({"n_routed_experts": None, "num_local_experts": 4}, (0, 1, 2, 3, 4, 5)),
     ],
