@@ -74,20 +74,24 @@ def main(cases: dict[str, tuple[str, list[str]]], out: Path) -> None:
 
     prepare_process()
     results: dict[str, Any] = {}
+    first_ranks = {}  # of every stage of a shipped config
     for case, (name, overrides) in cases.items():
         plan = make_plan(shipped_config(name, overrides))
         remedy = None if plan.fits else find_remedy(plan.config, plan.model, plan.worst.place.pp)
         results[case] = as_json(plan, remedy)
         results[case]["ranks"] = [results[case]["ranks"][plan.worst.place.rank]]
+        first_ranks[case] = plan.ranks[:: len(plan.ranks) // plan.config.parallel.pp]
     for name in SHIPPED:
         config = shipped_config(name, [])
-        model, world = read_hf_model(config.model.path), config.parallel.world_size
-        check_layout(config, model)
-        stages = [rank for rank, _ in plan_ranks(config, model, range(0, world, world // config.parallel.pp))]
+        if name not in first_ranks:
+            model, world = read_hf_model(config.model.path), config.parallel.world_size
+            check_layout(config, model)
+            stages = range(0, world, world // config.parallel.pp)
+            first_ranks[name] = [rank for rank, _ in plan_ranks(config, model, stages)]
         results[f"stages of {name}"] = {
-            "fits": fits_cluster(config, stages),
-            "layers": [rank.layers for rank in stages],
-            "largest": max(rank.memory.peak for rank in stages),
+            "fits": fits_cluster(config, first_ranks[name]),
+            "layers": [rank.layers for rank in first_ranks[name]],
+            "largest": max(rank.memory.peak for rank in first_ranks[name]),
         }
     tied = make_plan(small_config("smollm2_135m", pp=2, world_size=2))
     results["tied"] = as_json(tied, None)
