@@ -184,6 +184,7 @@ class Worker:
         self._buffer = buffer
         self._player = player
         self._active: dict[tuple[str, int], asyncio.Task[None]] = {}  # by (visit, attempt)
+        self._submitting: set[tuple[str, int]] = set()
         self._freed = asyncio.Event()
 
     async def run(self) -> None:
@@ -206,6 +207,7 @@ class Worker:
             trajectory = await self._player.play(
                 Task(**lease.task), lease.kind, lease.epoch, lease.attempt, lease.group
             )
+            self._submitting.add((lease.visit_id, lease.attempt))
             result = await self._buffer.submit(trajectory)
             log.debug("visit %s: %s", lease.visit_id, result)
         except EngineError as error:
@@ -221,6 +223,7 @@ class Worker:
 
     def _forget(self, visit_id: str, attempt: int) -> asyncio.Task[None] | None:
         self._freed.set()
+        self._submitting.discard((visit_id, attempt))
         return self._active.pop((visit_id, attempt), None)
 
     async def _renew_leases(self) -> None:
@@ -232,6 +235,8 @@ class Worker:
                 try:
                     await self._buffer.renew(visit_id, attempt)
                 except BufferError as error:
+                    if (visit_id, attempt) in self._submitting:
+                        continue  # it is our own trajectory that has ended the lease, or a late one is welcome still
                     if episode := self._forget(visit_id, attempt):
                         log.warning("visit %s is no longer ours: %s", visit_id, error.message)
                         episode.cancel()

@@ -138,7 +138,7 @@ def crash_and_account(directory, kills, seed):
         load.wait_for_step(2)
         buffer.kill()
         for _ in range(kills - 1):
-            buffer.start(die_at=rng.randint(1, 200))
+            buffer.start(die_at=rng.randint(1, 300))
             buffer.process.join(60)
             assert buffer.process.exitcode == -9, f"it did not come to the step it was to die at: {buffer.log()}"
         steps = len(load.served)
@@ -149,14 +149,14 @@ def crash_and_account(directory, kills, seed):
 
 
 def test_kill_9_at_any_point_of_a_write_loses_nothing_and_delivers_nothing_twice(tmp_path):
-    assert crash_and_account(tmp_path, kills=15, seed=1) >= 6
+    assert crash_and_account(tmp_path, kills=15, seed=1) >= 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_hundred_kills_lose_nothing_and_deliver_nothing_twice(tmp_path, seed):
-    assert crash_and_account(tmp_path, kills=100, seed=seed) >= 30
+    assert crash_and_account(tmp_path, kills=100, seed=seed) >= 15
 
 
 def test_a_full_disk_stops_nobody_for_good(tmp_path):

@@ -1,19 +1,26 @@
-"""A process that answers SGLang's ``/generate`` with random tokens, slowly, for tests of the fleet around it.
-
-It can be paused, and gets its weight version by a call: tokens sampled before and after carry their own.
-"""
+"""Processes of the fleet's tests: an engine that is a stub, the product's worker, and what it plays."""
 
 import asyncio
+import os
 import random
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 from aiohttp import web
+
+from megatron_sao.config import load_config
+from megatron_sao.data.tasks import Task
+from megatron_sao.rollout import worker
+from megatron_sao.rollout.session import Session
 
 TOKENS_PER_SECOND = 20.0
 
 
 class Engine:
+    """Answers SGLang's ``/generate`` with random tokens, slowly. A push makes it stand still for a while and gives it a
+    version: tokens sampled before and after carry their own."""
+
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.version, self.in_flight, self.going = "0.0", 0, asyncio.Event()
@@ -38,7 +45,6 @@ class Engine:
         return web.json_response({"output_ids": tokens, "meta_info": meta})
 
     async def push(self, request: web.Request) -> web.Response:
-        """Stand still for as long as a push takes, then go on under the new version."""
         self.going.clear()
         await asyncio.sleep(0.2)
         self.version = (await request.json())["version"]
@@ -49,7 +55,7 @@ class Engine:
         return web.json_response({"in_flight": self.in_flight})
 
 
-async def main(port_file: str, seed: int) -> None:
+async def serve_engine(address: Path, seed: int) -> None:
     engine, app = Engine(seed), web.Application()
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/push", engine.push)
@@ -58,10 +64,31 @@ async def main(port_file: str, seed: int) -> None:
     runner = web.AppRunner(app, handler_cancellation=True)  # as SGLang: a client that leaves ends its request
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    with open(port_file, "w") as file:
-        file.write(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
+    address.write_text(f"http://127.0.0.1:{runner.addresses[0][1]}\n")
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+def run_engine(address: Path, seed: int) -> None:
+    asyncio.run(serve_engine(address, seed))
+
+
+def run_worker(directory: Path, buffer_url: str, token: str, worker_id: str) -> None:
+    """The product's worker; without a tokenizer, which takes longest to import and which TwoTurns does not need."""
+    os.environ |= {"MEGATRON_SAO_BUFFER": buffer_url, "MEGATRON_SAO_TOKEN": token}
+    log = os.open(directory / f"{worker_id}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    worker.load_tokenizer = lambda path: None
+    sys.exit(worker.main(load_config(directory / "run.yaml"), directory, worker_id))
+
+
+class TwoTurns:
+    """The environment: two turns of eight tokens, and a reward for the first token of the second."""
+
+    def __init__(self, tokenizer: None) -> None: ...
+
+    async def run(self, session: Session, task: Task) -> None:
+        session.prompt([1, 2, 3])
+        await session.generate(max_new_tokens=8)
+        session.observe([4, 5])
+        session.finish(float((await session.generate(max_new_tokens=8))[0] > 3))
