@@ -53,9 +53,12 @@ class Fleet:
         self.register_trainer()
         self._sidecars.start()
 
-    def stop(self):
+    def stop_sidecars(self):
         self._beating = False
         self._sidecars.join()
+
+    def stop(self):
+        self.stop_sidecars()
         for process in (*self.workers.values(), *self.engines.values()):
             end(process)
         self.buffer.kill()
@@ -169,6 +172,7 @@ def account(fleet):
         worker.join(30)
         assert worker.exitcode == 0, "a worker did not end in good order"
     stats, dropped = fleet.trainer.stats(), fleet.trainer.dropped(limit=1000)
+    fleet.stop_sidecars()  # before the buffer, or they would wait for it
     fleet.buffer.kill()
     tasks = [load_tasks(path) for path in (fleet.config.data.train, fleet.config.data.eval)]
     store = Store(fleet.directory / "buffer", fleet.config, *tasks)

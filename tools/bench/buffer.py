@@ -51,7 +51,8 @@ CASES = [
 
 
 class Figures(NamedTuple):
-    """``memory`` is the server's resident set after the case, in MB; None where there is no server."""
+    """``memory``: the server's resident set after the case, in MB; ``cpu``: its CPU time per trajectory, in ms, which
+    other jobs on the machine hardly change. None where there is no server, or it was not looked at."""
 
     system: str
     per_second: float
@@ -59,12 +60,13 @@ class Figures(NamedTuple):
     p50: float  # ms
     p99: float
     memory: float | None = None
+    cpu: float | None = None
 
     def row(self, case: Case) -> str:
-        memory = "" if self.memory is None else f"{self.memory:.0f}"
+        memory = "" if self.memory is None else f"{self.memory:.0f} | {self.cpu:.2f}"
         return (
             f"| {case.tokens} | {case.writers} | {self.system} | {self.per_second:.0f} | {self.megabytes:.1f} | "
-            f"{self.p50:.1f} | {self.p99:.1f} | {memory} |"
+            f"{self.p50:.1f} | {self.p99:.1f} | {memory or ' | '} |"
         )
 
 
@@ -166,12 +168,14 @@ async def measure_buffer(directory: Path, case: Case) -> list[Figures]:
                 async with http.get(f"/v1/trajectories/{id}") as response:
                     return len(await response.read())
 
+            before = cpu_seconds(process)
             figures_in = await timed(bodies, case.writers, write)
+            cpu = (cpu_seconds(process) - before) / case.count * 1e3
             memory = process.memory_info().rss / 1e6
             figures_out = await timed([str(i) for i in range(case.count)], READERS, read)
         await client.close()
         trainer.close()
-    return [Figures("buffer, in", *figures_in, memory), Figures("buffer, out", *figures_out)]
+    return [Figures("buffer, in", *figures_in, memory, cpu), Figures("buffer, out", *figures_out)]
 
 
 # Redis
@@ -188,17 +192,24 @@ async def measure_redis(directory: Path, case: Case, bodies: list[bytes]) -> lis
             await command(*connections[number], b"XADD", b"t", b"*", b"d", body)
             return len(body)
 
+        before = cpu_seconds(psutil.Process(process.pid))
         figures_in = await timed(bodies, case.writers, write)
+        cpu = (cpu_seconds(psutil.Process(process.pid)) - before) / case.count * 1e3
         memory = psutil.Process(process.pid).memory_info().rss / 1e6
         reply = await command(*connections[0], b"XINFO", b"STREAM", b"t")
         if int(reply[1]) != len(bodies):
             raise SystemExit(f"Redis holds {reply[1]} entries, not {len(bodies)}")
         for _, writer in connections:
             writer.close()
-        return [Figures("Redis stream, in", *figures_in, memory)]
+        return [Figures("Redis stream, in", *figures_in, memory, cpu)]
     finally:
         process.kill()
         process.wait()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 async def connect_redis(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -273,8 +284,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not shutil.which("redis-server"):
         print("redis-server is not installed here: no figures for Redis", file=sys.stderr)
-    print("| tokens | writers | system | per second | MB/s | p50 ms | p99 ms | RSS MB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| tokens | writers | system | per second | MB/s | p50 ms | p99 ms | RSS MB | CPU ms |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         if arguments.only in (None, case.tokens):
             for figures in asyncio.run(measure(case, arguments.dir)):
