@@ -234,6 +234,7 @@ class EngineConfig(Section):
     port: int = Field(0, ge=0, le=65535)  # 0: a free port per engine; else port, port + 1, …
     max_restarts: int = Field(3, ge=0)
     start_timeout: float = Field(600.0, gt=0)  # seconds until the server must answer
+    health_timeout: PositiveInt = 30  # seconds without a token, when asked for one, until it gets no more turns
     sglang: dict[str, Any] = {}
 
 

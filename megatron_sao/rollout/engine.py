@@ -16,6 +16,7 @@ from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.logs import start_logging
+from megatron_sao.rollout.health import HealthProbe
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 
 log = logging.getLogger(__name__)
@@ -103,23 +104,27 @@ class Sidecar:
             await wait_until_serving(server, url, self._token, INITIAL_VERSION, engine.start_timeout)
             await self._buffer.register_engine(self.id, url, engine.tp)
             log.info("%s serves at %s and waits for the trainer's weights", self.id, url)
-            heartbeats = asyncio.create_task(self._send_heartbeats(url))
+            probe = HealthProbe(url, self._token, engine.health_timeout)
+            tasks = [asyncio.create_task(probe.run()), asyncio.create_task(self._send_heartbeats(url, probe))]
             try:
                 while server.exit_code() is None:
-                    if heartbeats.done():
-                        heartbeats.result()  # raises: the buffer stayed away
+                    for task in tasks:
+                        if task.done():
+                            task.result()  # raises: the buffer stayed away
                     await asyncio.sleep(WATCH_SECONDS)
             finally:
-                heartbeats.cancel()
+                for task in tasks:
+                    task.cancel()
             raise ServerFailed(f"SGLang ended ({server.describe_exit()}); its last lines:\n{server.last_words()}")
         finally:
             server.kill()
             reserved.close()
 
-    async def _send_heartbeats(self, url: str) -> None:
+    async def _send_heartbeats(self, url: str, probe: HealthProbe) -> None:
         while True:
             try:
-                await self._buffer.heartbeat_engine(self.id)
+                listed = await self._buffer.heartbeat_engine(self.id, probe.sick)
+                probe.heed(listed.state)
             except BufferError as error:
                 if error.status != 404:
                     raise

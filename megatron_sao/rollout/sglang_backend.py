@@ -56,6 +56,7 @@ def sglang_command(config: RunConfig, port: int, model_path: Path, version: str)
     }
     env = os.environ | {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health hangs while a push is on
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(config.engine.health_timeout),  # of /health_generate
         "PYTHONWARNINGS": "ignore",  # the server's last words should be its reason, not a deprecation
     }
     if serves_on_cpu(config):

@@ -64,7 +64,7 @@ class EngineFleet:
         self._pusher.close()
 
     def _live(self) -> list[EngineInfo]:
-        return [engine for engine in self._client.engines() if engine.state != "down"]
+        return [engine for engine in self._client.engines() if engine.state not in ("down", "sick")]
 
     def _push(self, engines: list[EngineInfo]) -> None:
         engines = [engine for engine in engines if self._mark_dirty(engine)]

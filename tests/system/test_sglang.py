@@ -9,17 +9,18 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import RolloutConfig, SamplingConfig
 from megatron_sao.data.tasks import Task
-from megatron_sao.rollout import evaluate
+from megatron_sao.rollout import evaluate, health
 from megatron_sao.rollout.client import CONTEXT_MARGIN, EngineClient, ModelLimits, RequestRefused
 from megatron_sao.rollout.session import Session
 from megatron_sao.rollout.worker import load_tokenizer
-from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, run_config
+from tests.serving import CHARACTERS, CONTEXT, TOKEN, Server, eventually, run_config
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
 
@@ -194,3 +195,27 @@ def test_evaluation_of_a_running_server_prints_one_line(glm4_moe_server, tmp_pat
     assert printed["success_rate"] == 1.0 and printed["prompts"] == 8 and printed["failed"] == 0
     assert printed["tokens"] == 8 * (6 + 10 + 3 + 7) and printed["action_tokens"] == 8 * 17
     assert printed["weight_versions"] == ["0.0"]
+
+
+def test_a_server_that_gives_no_tokens_is_sick_until_it_goes_on(glm4_moe_server, monkeypatch):
+    monkeypatch.setattr(health, "PROBE_SECONDS", 0.2)
+    children = psutil.Process(glm4_moe_server.process.pid).children(recursive=True)
+    scheduler = next(child for child in children if "sglang::scheduler" in " ".join(child.cmdline()))
+
+    async def run() -> None:
+        probe = health.HealthProbe(glm4_moe_server.engine.url, TOKEN, timeout=0)
+        probe.heed("clean")
+        task = asyncio.create_task(probe.run())
+        await asyncio.sleep(3)
+        assert probe.sick is None
+        scheduler.suspend()
+        try:
+            await eventually(lambda: probe.sick is not None, seconds=60)
+            assert "ReadTimeout" in probe.sick
+        finally:
+            scheduler.resume()
+        await eventually(lambda: probe.sick is None, seconds=60)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())

@@ -13,20 +13,25 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_sao.buffer.client import EngineInfo
 from megatron_sao.config import ConfigError, EngineConfig
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout import engine as sidecar
+from megatron_sao.rollout import health
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 from tests.serving import eventually, run_config
 
 SERVER = """
-import http.server, json, sys
+import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.dumps({"meta_info": {"weight_version": sys.argv[2]}}).encode()
         self.send_response(200), self.send_header("content-length", str(len(body))), self.end_headers()
         self.wfile.write(body)
+    def do_GET(self):  # /health_generate
+        hung = os.path.exists("hung")
+        self.send_response(503 if hung else 200), self.send_header("content-length", "0"), self.end_headers()
     def log_message(self, *arguments): pass
 print("listening", flush=True)
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
@@ -37,12 +42,16 @@ class FakeRegistry:
     def __init__(self) -> None:
         self.registered: list[str] = []
         self.heartbeats = 0
+        self.state = "dirty"
+        self.sick: list[str | None] = []
 
     async def register_engine(self, id: str, url: str, tp: int) -> None:
         self.registered.append(url)
 
-    async def heartbeat_engine(self, id: str) -> None:
+    async def heartbeat_engine(self, id: str, sick: str | None) -> EngineInfo:
         self.heartbeats += 1
+        self.sick.append(sick)
+        return EngineInfo(id, "", self.state, None, 1, 0.0)
 
     async def close(self) -> None: ...
 
@@ -83,6 +92,31 @@ def test_the_sidecar_registers_its_server_and_registers_again_what_it_had_to_res
 
     asyncio.run(run())
     assert child_of_this_test() is None
+
+
+def test_the_sidecar_says_that_its_server_gives_no_tokens_unless_its_weights_are_being_updated(
+    make_sidecar, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where the server looks for the file "hung"
+    monkeypatch.setattr(health, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(sidecar, "HEARTBEAT_SECONDS", 0.02)
+    made, registry = make_sidecar(SERVER)
+
+    async def run() -> None:
+        task = asyncio.create_task(made.run())
+        (tmp_path / "hung").touch()
+        await eventually(lambda: registry.heartbeats > 20)
+        assert set(registry.sick) == {None}  # it is dirty
+        registry.state = "clean"
+        await eventually(lambda: registry.sick[-1] is not None)
+        assert registry.sick[-1] == "it gave no token within engine.health_timeout = 30 s (HTTP 503)"
+        registry.state = "sick"
+        (tmp_path / "hung").unlink()
+        await eventually(lambda: registry.sick[-1] is None)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
 
 
 def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(make_sidecar):
