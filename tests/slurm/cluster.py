@@ -45,7 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
-ReturnToService=2
+ReturnToService=1
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 KillWait=15

@@ -17,7 +17,8 @@ from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
 FAKES = ROOT / "tests" / "system" / "fake_parts"
-ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL")  # the last two on their way back
+# The last three are on their way back or out.
+ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED", "NODE_FAIL")
 
 
 class Job:
