@@ -60,8 +60,8 @@ def _check_unpadded(model: HFModel, tp: int) -> None:
     for name, multiple in (widths | heads).items():
         if (size := model.raw.get(name) or 0) % multiple:
             raise ConfigError(
-                f"weights.verify_every: for {tp} ranks SGLang pads {name} = {size} to a multiple of {multiple}, and the "
-                "checksums of padded tensors are not computed here; set it to 0, or choose another engine.tp"
+                f"weights.verify_every: for {tp} ranks SGLang pads {name} = {size} to a multiple of {multiple}, and "
+                "the checksums of padded tensors are not computed here; set it to 0, or choose another engine.tp"
             )
 
 
