@@ -209,7 +209,7 @@ def report(f: dict[str, Any]) -> str:
         ("convert", f"{f['convert_gb_s']:.2f} GB/s = {f['convert_gb_s'] / f['copy_gb_s']:.0%} of a copy (target 50%)"),
         ("gather and convert, both sources", f"{f['gather_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast, best bucket", f"{raw:.2f} GB/s"),
-        ("transfer, with waits", f"{f['transfer']:.2f} s, {transfer:.2f} GB/s = {transfer / raw:.0%} of raw (goal 80%)"),
+        ("transfer, with waits", f"{f['transfer']:.2f} s, {transfer:.2f} GB/s, {transfer / raw:.0%} of raw (goal 80%)"),
         ("load in the engine", f"{f['load']:.2f} s, {f['gb'] / f['load']:.2f} GB/s"),
         ("stall of the engine", f"{f['stall']:.2f} s = {f['stall'] / (f['transfer'] + f['load']):.0%} of transfer and"
          " load (target 110%)"),
