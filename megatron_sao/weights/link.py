@@ -202,7 +202,8 @@ class SourceLink:
                 with contextlib.suppress(PushError):
                     body = {"group_name": self.group_name}
                     self._control.call("/destroy_weights_update_group", timeout=CLEAN_UP_SECONDS, **body)
-                dist.destroy_process_group(group)
+                with contextlib.suppress(ValueError):  # the process has left torch.distributed altogether meanwhile
+                    dist.destroy_process_group(group)
             self._control.close()
             self._threads.shutdown(wait=False)
 

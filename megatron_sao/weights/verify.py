@@ -20,9 +20,10 @@ from megatron_sao.weights.gather import Bucket
 
 CHECKED_MODEL_TYPES = ("glm4_moe", "llama")  # those whose fused layout is written down here, and tested
 _VOCABULARY_MULTIPLE = 64  # SGLang's
+_WIDTH_MULTIPLE = 32  # of a rank's share, to which SGLang pads on a CPU
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
-Division = Literal["rows", "columns", "kv_rows", "vocabulary", "none"]
+Division = Literal["rows", "columns", "vocabulary", "none"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ def engine_part(name: str, experts: int) -> Part:
     prefix, _, leaf = name.rpartition(".")
     module, _, last = prefix.rpartition(".")
     if last in ("q_proj", "k_proj", "v_proj"):
-        index = "qkv".index(last[0])
-        return Part(f"{module}.qkv_proj.{leaf}", index, 3, "rows" if index == 0 else "kv_rows")
+        return Part(f"{module}.qkv_proj.{leaf}", "qkv".index(last[0]), 3, "rows")
     if match := re.fullmatch(r"(.*\.experts)\.(\d+)", module):
         owner, expert = match[1], int(match[2])
         if last == "down_proj":
@@ -52,6 +52,17 @@ def engine_part(name: str, experts: int) -> Part:
     if last in ("o_proj", "down_proj"):
         return Part(name, 0, 1, "columns")
     return Part(name, 0, 1, "vocabulary" if last in ("embed_tokens", "lm_head") else "none")
+
+
+def _check_unpadded(model: HFModel, tp: int) -> None:
+    widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), _WIDTH_MULTIPLE * tp)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), tp)
+    for name, multiple in (widths | heads).items():
+        if (size := model.raw.get(name) or 0) % multiple:
+            raise ConfigError(
+                f"weights.verify_every: for {tp} ranks SGLang pads {name} = {size} to a multiple of {multiple}, and "
+                "the checksums of padded tensors are not computed here; set it to 0, or choose another engine.tp"
+            )
 
 
 @dataclass
@@ -73,7 +84,7 @@ class EngineChecksums:
         experts: routed experts per layer of ``model``.
 
     Raises:
-        ConfigError: for a model type whose layout inside SGLang is not known here.
+        ConfigError: for a model whose layout inside SGLang is not known here: another type, or sizes that it pads.
     """
 
     def __init__(self, model: HFModel, tp: int, dtype: torch.dtype) -> None:
@@ -85,7 +96,7 @@ class EngineChecksums:
             )
         self.tp, self._dtype, self._experts = tp, dtype, model.num_experts
         self._layers: int = model.raw["num_hidden_layers"]
-        self._kv_heads: int = model.raw.get("num_key_value_heads") or model.raw["num_attention_heads"]
+        _check_unpadded(model, tp)
         self._fused: dict[str, _Fused] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -125,8 +136,6 @@ class EngineChecksums:
         if part.division == "vocabulary":
             padded = -(-tensor.shape[0] // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
             return torch.nn.functional.pad(tensor, (0, 0, 0, padded - tensor.shape[0])).chunk(self.tp)[rank]
-        if part.division == "kv_rows" and self._kv_heads < self.tp:
-            return tensor.chunk(self._kv_heads)[rank * self._kv_heads // self.tp]  # ranks share a head
         return tensor.chunk(self.tp)[rank]
 
 

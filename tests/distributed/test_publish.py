@@ -15,6 +15,7 @@ from megatron_sao.models.backend import Backend
 from megatron_sao.weights.delta import LocalCopy
 from megatron_sao.weights.publish import Publisher, Receiver
 from megatron_sao.weights.verify import EngineChecksums, add_bucket
+from tests.tiny_models import write_llama
 from tests.trainer_side import PolicySide
 
 pytestmark = pytest.mark.distributed
@@ -23,8 +24,9 @@ ENGINE = [Receiver("key", "engine-0", "http://unused", 1)]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def policy(request: pytest.FixtureRequest, world: Backend, llama: Path) -> PolicySide:
-    return PolicySide(llama, request.param)
+def policy(request: pytest.FixtureRequest, world: Backend, tmp_path_factory: pytest.TempPathFactory) -> PolicySide:
+    path = write_llama(tmp_path_factory.mktemp("models") / "llama", intermediate_size=128)
+    return PolicySide(path, request.param)
 
 
 @pytest.fixture

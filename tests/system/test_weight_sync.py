@@ -52,7 +52,7 @@ def second_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def wide_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two ranks serve a tied dense model."""
-    path = write_llama(tmp_path_factory.mktemp("models") / "llama")
+    path = write_llama(tmp_path_factory.mktemp("models") / "llama", intermediate_size=128)  # which SGLang does not pad
     config = run_config(path, engine={"tp": 2})
     with serving("wide", config, tmp_path_factory.mktemp("logs")) as server:
         yield server

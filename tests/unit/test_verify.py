@@ -22,8 +22,8 @@ def sha(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def model(kv_heads: int = 2) -> HFModel:
-    raw = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+def model(**sizes: int) -> HFModel:
+    raw = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2} | sizes
     raw |= {"n_routed_experts": 2, "num_experts_per_tok": 2}
     return HFModel(Path("unused"), raw, "glm4_moe")
 
@@ -32,8 +32,8 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-def checksums(tensors: dict[str, torch.Tensor], tp: int, kv_heads: int = 2) -> list[dict[str, str]]:
-    made = EngineChecksums(model(kv_heads), tp, torch.bfloat16)
+def checksums(tensors: dict[str, torch.Tensor], tp: int) -> list[dict[str, str]]:
+    made = EngineChecksums(model(), tp, torch.bfloat16)
     for name, tensor in tensors.items():
         made.add(name, tensor)
     return made.result()
@@ -45,14 +45,6 @@ def test_q_k_and_v_are_fused_by_rank() -> None:
     ranks = checksums(dict(zip(names, (q, k, v), strict=True)), tp=2)
     fused = [torch.cat([q[:4], k[:2], v[:2]]), torch.cat([q[4:], k[2:], v[2:]])]
     assert ranks == [{f"{ATTENTION}qkv_proj.weight": sha(tensor)} for tensor in fused]
-
-
-def test_with_fewer_key_value_heads_than_ranks_neighbours_share_one() -> None:
-    q, k, v = random(8, 6), random(4, 6), random(4, 6) + 1
-    names = [f"{ATTENTION}{part}_proj.weight" for part in "qkv"]
-    ranks = checksums(dict(zip(names, (q, k, v), strict=True)), tp=4)
-    expected = [sha(torch.cat([q[2 * r : 2 * r + 2], *(t[2 * (r // 2) :][:2] for t in (k, v))])) for r in range(4)]
-    assert [rank[f"{ATTENTION}qkv_proj.weight"] for rank in ranks] == expected
 
 
 def test_a_layers_experts_are_stacked_with_gate_above_up() -> None:
@@ -95,6 +87,19 @@ def test_parts_out_of_order_or_missing_are_an_error() -> None:
 def test_an_unknown_model_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="layout of a mamba is not known"):
         EngineChecksums(HFModel(Path("unused"), {}, "mamba"), 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"intermediate_size": 96}, "for 2 ranks SGLang pads intermediate_size = 96 to a multiple of 64"),
+        ({"moe_intermediate_size": 32}, "pads moe_intermediate_size = 32"),
+        ({"num_key_value_heads": 1}, "pads num_key_value_heads = 1 to a multiple of 2"),
+    ],
+)
+def test_a_model_that_the_engine_pads_is_refused_rather_than_called_wrong(sizes: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        EngineChecksums(model(**sizes), 2, torch.bfloat16)
 
 
 def test_differences_name_the_tensor_the_rank_and_what_is_wrong() -> None:
