@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from megatron_sao.config import ConfigError, RunConfig, parse_config
+from megatron_sao.config import ConfigError, RunConfig, load_config, parse_config
 from megatron_sao.launch.allocation import Allocation, Node, first_port, lay_out, parse_cpus, parse_gpus
 from megatron_sao.launch.preflight import Place, Plan, _problems
 from megatron_sao.launch.site import Site
@@ -243,9 +242,11 @@ def test_submitting_and_supervising_need_no_more_than_tools_setup_launcher_txt()
     assert done.stdout.strip() == "[]"
 
 
-def test_the_large_run_of_the_documentation_is_a_valid_config_and_a_job_of_49_nodes():
-    text = (Path(__file__).parents[2] / "docs" / "running.md").read_text()
-    config = parse_config(yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1]))
-    components = plan(config, "32,16,1", 8)
-    assert [(component.nodes, component.gpus) for component in components] == [(1, 0), (32, 8), (16, 8)]
+def test_the_large_run_of_the_documentation_is_a_job_of_81_nodes():
+    root = Path(__file__).parents[2]
+    config = load_config(root / "model_configs" / "glm5_2_744b.yaml")
+    section = (root / "docs" / "running.md").read_text().split("## 80 nodes")[1]
+    nodes = re.search(r"--nodes=(\S+) --dry-run\n", section)[1]
+    components = plan(config, nodes, 8)
+    assert [(component.nodes, component.gpus) for component in components] == [(1, 0), (64, 8), (16, 8)]
     assert plan(config, None, 8)[1].nodes == 16
