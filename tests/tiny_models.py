@@ -92,12 +92,15 @@ def write_glm_moe_dsa(path: Path, **changes: Any) -> Path:
 
 
 def _write(model: PreTrainedModel, path: Path) -> Path:
+    """Weights that depend on nothing but the shapes, not on what the process has drawn before, far enough from their
+    defaults for every one to matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "inv_freq" in name:
                 continue
-            spread = 0.2 if tensor.dim() < 2 else 0.15
-            tensor.add_(torch.randn(tensor.shape, generator=generator) * spread)
+            is_vector = tensor.dim() < 2
+            mean = 1.0 if is_vector and name.endswith("weight") else 0.0
+            tensor.copy_(mean + torch.randn(tensor.shape, generator=generator) * (0.2 if is_vector else 0.15))
     model.save_pretrained(path)
     return path
