@@ -35,6 +35,7 @@ from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
 from megatron_sao.models.mapping import entries
 from megatron_sao.plan.oracle import tensors_on_disk
+from megatron_sao.trainer.runtime import set_layout
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Gatherer, trainer_layout
 from megatron_sao.weights.hf_files import HFTensors
@@ -182,7 +183,10 @@ def reshard(options: argparse.Namespace) -> int:
     between = options.out.with_name(options.out.name + ".hf")
 
     def work(parallel: ParallelConfig, _backend: Backend) -> int:
+        whole = ParallelConfig(world_size=parallel.world_size, nproc_per_node=parallel.world_size)
+        set_layout(whole, seed=0)  # the way out reads whole tensors, the way in divides them
         megatron_to_hf.convert(options.megatron, between, options.hf, "source", options.shard_size)
+        set_layout(parallel, seed=0)
         hf_to_megatron.convert(between, options.out, parallel, options.shard_size)
         if int(os.environ.get("RANK", 0)) == 0:
             shutil.rmtree(between)

@@ -333,7 +333,8 @@ def write_random_llama(directory: Path, layers: int) -> Path:
 def test_plain_python_starts_the_ranks_of_the_layout(models: Path, tmp_path: Path) -> None:
     def tool(name: str, *options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, f"tools/{name}.py", *map(str, options)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
     source, converted = models / MTP, tmp_path / "megatron"
     done = tool("convert_hf_to_megatron", "--hf", source, "--out", converted, "--tp", 2, "--shard-size", "30KB")

@@ -73,7 +73,7 @@ def test_a_run_that_a_signal_stops_after_every_step_ends_bit_identically(
             signal.signal(number, handler)
     stages = {"value": VALUE_STEPS, "rl": RL_STEPS}
     assert stops == [
-        f"stopped by SIGUSR1; the run goes on at {stage}-{step + 1}"
+        f"stopped by SIGUSR1; the same command resumes from {stage}-{step + 1}"
         for stage in stages
         for step in range(stages[stage])
     ]
