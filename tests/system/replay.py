@@ -14,6 +14,7 @@ from megatron_sao.data.batches import write_batch
 from megatron_sao.data.tasks import load_tasks
 from megatron_sao.data.trajectory import Trajectory, parse_version
 from megatron_sao.models.backend import Backend
+from megatron_sao.run_identity import run_identity
 from megatron_sao.trainer.loop import Stage, run_rl
 from megatron_sao.trainer.main import Run
 from tests.distributed.offline import assert_same_checkpoint, read_metrics
@@ -41,10 +42,15 @@ class Recorded:
 
 
 def recorded(run_dir: Path, config: RunConfig) -> Recorded:
-    store = Store(run_dir / "buffer", config, load_tasks(config.data.train), load_tasks(config.data.eval))
+    tasks = load_tasks(config.data.train), load_tasks(config.data.eval)
+    store = Store(run_dir / "buffer", config, *tasks, run_id=run_identity(run_dir, config.name))
     try:
-        batches = {(stage, step): batch for stage, step, batch in store.batches()}
-        waiting = [trajectory for _, trajectory in store.trajectories("stored")]
+        archive = store.archive
+        batches = {
+            (batch["stage"], batch["step"]): [archive.trajectory(id) for id in batch["ids"]]
+            for batch in archive.recorded_batches()
+        }
+        waiting = [archive.trajectory(entry["id"]) for entry in archive.index() if entry["state"] == "stored"]
         stats = store.stats()
         return Recorded(batches, waiting, stats["train_trajectories_accepted"], stats["dropped_stale"])
     finally:

@@ -119,8 +119,10 @@ class Load:
         config = self.buffer.config
         tasks = [load_tasks(path) for path in (config.data.train, config.data.eval)]
         store = Store(self.buffer.directory / "buffer", config, *tasks)
-        stored = {row["id"] for row, _ in store.trajectories("stored")}
-        assigned = {row["id"] for row, _ in store.trajectories("assigned")}
+        index = store.archive.index()
+        stored, assigned = (
+            {entry["id"] for entry in index if entry["state"] == state} for state in ("stored", "assigned")
+        )
         store.close()
         trained = [id for ids in self.served.values() for id in ids]
         assert len(trained) == len(set(trained)), "a trajectory was delivered to two steps"

@@ -176,7 +176,7 @@ def account(fleet):
     fleet.buffer.kill()
     tasks = [load_tasks(path) for path in (fleet.config.data.train, fleet.config.data.eval)]
     store = Store(fleet.directory / "buffer", fleet.config, *tasks)
-    held = {row["id"] for state in ("stored", "assigned") for row, _ in store.trajectories(state)}
+    held = {entry["id"] for entry in store.archive.index() if entry["state"] in ("stored", "assigned")}
     store.close()
     trained = Counter(id for ids in fleet.batches.values() for id in ids)
     stale = {entry["trajectory"] for entry in dropped if entry["counter"] == "dropped_stale"}
