@@ -78,7 +78,7 @@ def test_killed_parts_are_replaced_an_engine_is_done_without_and_a_chain_goes_on
 
 def test_requeues_by_hand_by_a_lost_node_and_at_the_limit_and_the_end_of_a_crash_loop(submit, cluster):
     """Each of three starts ends in its own way without a checkpoint made; the fourth is refused."""
-    job = submit({"trainer": "stoppable"}, "--nodes=1,1", "--sbatch=--time=2 --signal=B:USR1@90")
+    job = submit({"trainer": "stoppable"}, "--nodes=1,1", "--sbatch=--time=3 --signal=B:USR1@90")
     job.wait_started(trainer=1, engine=2)
     cluster.run("scontrol", "requeue", job.id)
     job.wait_started(trainer=2, engine=4)
@@ -92,7 +92,7 @@ def test_requeues_by_hand_by_a_lost_node_and_at_the_limit_and_the_end_of_a_crash
         assert lost not in job.nodes()
     finally:
         cluster.run("scontrol", "update", f"NodeName={lost}", "State=RESUME")
-    job.wait_for(lambda: "SIGUSR1: the trainer has" in job.log, 90, "signal before the time limit")
+    job.wait_for(lambda: "SIGUSR1: the trainer has" in job.log, 150, "signal before the time limit")
     job.wait_for(lambda: f"requeueing job {job.id}" in job.log, 30, "requeue")
     assert job.finish(90) == "FAILED"
     assert "the last 3 starts of this run all began at checkpoint none" in job.log

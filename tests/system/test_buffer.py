@@ -227,6 +227,8 @@ def test_the_openapi_document_describes_every_call_and_every_answer(buffer):
         ("get", "/v1/dropped", {}, None, 200),
         ("get", "/v1/aside", {}, None, 200),
         ("get", "/v1/stats", {}, None, 200),
+        ("get", "/v1/trajectories", {}, None, 200),
+        ("get", "/v1/batches", {}, None, 200),
     ]  # fmt: skip
     for method, path, parameters, body, status in calls:
         content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else b""

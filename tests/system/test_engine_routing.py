@@ -105,9 +105,9 @@ def test_the_engine_reports_the_experts_that_the_trainer_would_choose(
 
 
 def noisy_logits(router: TopKRouter, generator: torch.Generator) -> None:
-    """It decides where two experts are nearly equal, and elsewhere moves probabilities by about a thousandth."""
+    """It decides where two experts are nearly equal, and elsewhere moves probabilities by less than a hundredth."""
     gating = router.gating
-    router.gating = lambda hidden: (logits := gating(hidden)) + 2e-3 * torch.randn(logits.shape, generator=generator)
+    router.gating = lambda hidden: (logits := gating(hidden)) + 1e-2 * torch.randn(logits.shape, generator=generator)
 
 
 def noisy_bias(router: TopKRouter, generator: torch.Generator) -> None:
@@ -115,12 +115,12 @@ def noisy_bias(router: TopKRouter, generator: torch.Generator) -> None:
     router.expert_bias += 0.2 * torch.randn(router.expert_bias.shape, generator=generator)
 
 
-@pytest.mark.parametrize(("noise", "limit"), [(noisy_logits, 5e-3), (noisy_bias, 1e-5)])
+@pytest.mark.parametrize(("noise", "limit"), [(noisy_logits, 2.5e-2), (noisy_bias, 1e-5)])
 def test_with_noise_in_the_router_log_probs_match_under_replay_and_not_without(
     noise: Callable[[TopKRouter, torch.Generator], None], limit: float, episodes: list[Trajectory], policy: Policy
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     for router in routers(policy):
         noise(router, generator)
-    assert differences(policy, episodes, replay=False).max() > 20 * limit
+    assert differences(policy, episodes, replay=False).max() > 4 * limit
     assert differences(policy, episodes, replay=True).max() < limit
