@@ -192,9 +192,14 @@ class SourceLink:
         self.transfer_seconds += transferred - started
         self.load_seconds += time.monotonic() - transferred
 
-    def close(self) -> None:
-        """Leave the group, as far as the engine still answers. Does not wait: a broadcast that the engine does not
-        take ends only at its timeout, and the group with it."""
+    def close(self, wait: bool = False) -> None:
+        """Leave the group, as far as the engine still answers.
+
+        Args:
+            wait: for CLEAN_UP_SECONDS at most, before the process ends: one that ends while a group is being taken apart
+                is aborted. Otherwise not at all: a broadcast that the engine does not take ends only at its timeout,
+                and the group with it.
+        """
         group, self._group = self._group, None
 
         def leave() -> None:
@@ -207,7 +212,10 @@ class SourceLink:
             self._control.close()
             self._threads.shutdown(wait=False)
 
-        threading.Thread(target=leave, daemon=True).start()
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        if wait:
+            leaving.join(CLEAN_UP_SECONDS)
 
     def _later(self, path: str, **body: Any) -> Future[dict[str, Any]]:
         """Start a call whose answer comes only after this process has taken part in a collective."""

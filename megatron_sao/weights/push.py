@@ -126,7 +126,7 @@ class WeightPusher:
         for key in list(self._controls):
             self._controls.pop(key).close()
         for key in list(self._links):
-            self._links.pop(key).close()
+            self._links.pop(key).close(wait=True)
         self._threads.shutdown(wait=False)
 
     def _send(
