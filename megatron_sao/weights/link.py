@@ -196,9 +196,9 @@ class SourceLink:
         """Leave the group, as far as the engine still answers.
 
         Args:
-            wait: for CLEAN_UP_SECONDS at most, before the process ends: one that ends while a group is being taken apart
-                is aborted. Otherwise not at all: a broadcast that the engine does not take ends only at its timeout,
-                and the group with it.
+            wait: for CLEAN_UP_SECONDS at most, before the process ends: one that ends while a group is being taken
+                apart is aborted. Otherwise not at all: a broadcast that the engine does not take ends only at its
+                timeout, and the group with it.
         """
         group, self._group = self._group, None
 
