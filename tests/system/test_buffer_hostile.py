@@ -145,10 +145,15 @@ def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(buffer):
+    before = buffer.get("/v1/stats").json()
     for size in (0, 1, 500):
         with connect(buffer) as connection:
             connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode() + b"x" * size)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+    after = buffer.get("/v1/stats").json()
+    assert [after[name] for name in ("trajectories_stored", "stored_bytes")] == [
+        before[name] for name in ("trajectories_stored", "stored_bytes")
+    ]
 
 
 def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffer):

@@ -56,8 +56,9 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_a_free_one():
 def test_a_server_that_names_a_reserved_port_listens_there_and_again_after_a_restart():
     with reserve_port("127.0.0.1") as reserved:
         for _ in range(2):
-            with socket.create_server(("127.0.0.1", port_of(reserved))) as server:
-                socket.create_connection(server.getsockname(), timeout=5).close()
+            server = socket.create_server(("127.0.0.1", port_of(reserved)))
+            with server, socket.create_connection(server.getsockname(), timeout=5) as connection:
+                assert connection.getpeername() == ("127.0.0.1", port_of(reserved))
 
 
 def test_a_port_that_somebody_listens_on_cannot_be_reserved():
