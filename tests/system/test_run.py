@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.system.replay import Offline, assert_every_trajectory_was_trained_once, recorded
 
 from megatron_sao.config import load_config
 from megatron_sao.models.backend import Backend
+from tests.system.replay import Offline, assert_every_trajectory_was_trained_once, recorded
 from tests.system.runs import EVAL_PROMPTS, STEPS, evaluations, read_events, steps_done, write_config
 from tools.make_tiny_model import main as make_tiny_model
 
