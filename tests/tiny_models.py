@@ -78,14 +78,15 @@ def write_deepseek_v3(path: Path, **changes: Any) -> Path:
 
 
 def write_glm_moe_dsa(path: Path, **changes: Any) -> Path:
-    """Its queries see 5 keys. Layers 1, 2 and 4 choose them, 3 takes over the choice of 2."""
+    """Its queries see 5 keys. Layers 1, 2 and 4 choose them, 3 takes over the choice of 2. So many index heads that no
+    key scores zero in all of them: which of equal keys `transformers` takes is not defined."""
     fields = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 72, "moe_intermediate_size": 24,
         "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6, "q_lora_rank": 20,
         "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 20, "n_routed_experts": 6,
         "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
         "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5, "index_topk": 5, "index_head_dim": 10,
-        "index_n_heads": 8, "index_topk_freq": 2, "index_skip_topk_offset": 2, "max_position_embeddings": 256,
+        "index_n_heads": 16, "index_topk_freq": 2, "index_skip_topk_offset": 2, "max_position_embeddings": 256,
         "tie_word_embeddings": False, "dtype": "float32",
     }  # fmt: skip
     return _write(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**fields | changes)), path)
