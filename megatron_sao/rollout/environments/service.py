@@ -8,14 +8,17 @@ its client draws, and each act carries the number of its turn, so that one that 
     DELETE /v1/episodes/ID
 
 What the policy does wrong is an answer like any other. What is wrong with the service (5xx, silence, an episode that it
-does not know, since it was restarted) is an :class:`EnvironmentFailure`: the visit is played again.
+does not know, since it was restarted) is an :class:`EnvironmentFailure`: the visit is played again. A reset waits for a
+service that is away, so that its restart costs the episodes that were open and no others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,9 +32,12 @@ from megatron_sao.data.tasks import Task
 from megatron_sao.rollout.environment import EnvironmentFailure, Observation
 from megatron_sao.rollout.turns import Turns
 
+log = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 16 * 2**20  # of a request and of an answer
 CONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
+ACT_PATIENCE = 5.0  # seconds in which the network may come back; a service that was away has lost the episode
 BUSY = 429  # all places are taken: wait for one, as long as the episode may take
 PASSING = (502, 503, 504)  # of a proxy, or a service that is starting
 
@@ -56,7 +62,7 @@ class Service(Turns):
         token_variable: the environment variable with the service's token. By default it is the run's own, which a
             service of somebody else's should not know.
         timeout: seconds that the service may work on one call.
-        retries: of a call that did not arrive, or met a proxy without a service behind it.
+        outage: seconds that a reset waits for a service that cannot be reached.
 
     Raises:
         ConfigError: the variable is not set.
@@ -68,7 +74,7 @@ class Service(Turns):
         url: str,
         token_variable: str = "MEGATRON_SAO_TOKEN",
         timeout: float = 120.0,
-        retries: int = 4,
+        outage: float = 300.0,
     ) -> None:
         if token_variable not in os.environ:
             raise ConfigError(
@@ -81,7 +87,7 @@ class Service(Turns):
             trust_env=False,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
         )
-        super().__init__(lambda: RemoteEpisode(self._http, retries))
+        super().__init__(lambda: RemoteEpisode(self._http, outage))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -90,17 +96,18 @@ class Service(Turns):
 class RemoteEpisode:
     """One episode of the service, as a TurnEnvironment."""
 
-    def __init__(self, http: httpx.AsyncClient, retries: int) -> None:
-        self._http, self._retries = http, retries
+    def __init__(self, http: httpx.AsyncClient, outage: float) -> None:
+        self._http, self._outage = http, outage
         self._path = f"/v1/episodes/{uuid.uuid4().hex}"
         self._turn = 0
 
     async def reset(self, task: Task) -> list[int]:
-        return (await self._ask(self._path, {"task": asdict(task)})).token_ids
+        return (await self._ask(self._path, {"task": asdict(task)}, self._outage)).token_ids
 
     async def act(self, token_ids: Sequence[int]) -> Observation:
         self._turn += 1
-        answer = await self._ask(f"{self._path}/turns/{self._turn}", {"token_ids": list(token_ids)})
+        body = {"token_ids": list(token_ids)}
+        answer = await self._ask(f"{self._path}/turns/{self._turn}", body, ACT_PATIENCE)
         return Observation(answer.token_ids, answer.reward, answer.done, answer.failure)
 
     async def close(self) -> None:
@@ -108,19 +115,25 @@ class RemoteEpisode:
         with contextlib.suppress(httpx.HTTPError):
             await self._http.delete(self._path, timeout=CLOSE_SECONDS)
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> Answer:
-        attempt = 0
+    async def _ask(self, path: str, body: dict[str, Any], patience: float) -> Answer:
+        give_up, pause = None, 0.1
         while True:
-            problem = await self._try(path, body)
-            if isinstance(problem, Answer):
-                self.stop_token_ids, self.max_new_tokens = problem.stop_token_ids, problem.max_new_tokens
-                self.metrics = problem.metrics
-                return problem
-            busy, reason = problem
-            if attempt == self._retries and not busy:
+            answer = await self._try(path, body)
+            if isinstance(answer, Answer):
+                self.stop_token_ids, self.max_new_tokens = answer.stop_token_ids, answer.max_new_tokens
+                self.metrics = answer.metrics
+                return answer
+            busy, reason = answer
+            now = time.monotonic()
+            if busy:
+                give_up = None
+            elif give_up is None:
+                give_up = now + patience
+                log.warning("%s; trying again for %g s", reason, patience)
+            elif now >= give_up:
                 raise EnvironmentFailure(reason)
-            attempt += not busy
-            await asyncio.sleep(min(0.2 * 2**attempt, 2.0))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 2.0)
 
     async def _try(self, path: str, body: dict[str, Any]) -> Answer | tuple[bool, str]:
         """The answer; or why there is none yet, and whether that is for want of a place."""
