@@ -17,6 +17,7 @@ COMMANDS = {
     "buffer": "the trajectory buffer",
     "rollout": "one rollout worker",
     "engine": "one SGLang server and its sidecar",
+    "environment": "the environment as a service, for rollout workers elsewhere",
     "plan": "what each rank of a run would hold, and whether it fits, without a GPU",
     "eval": "held-out success of a model",
     "doctor": "whether this machine can run the system",
@@ -68,6 +69,11 @@ def _call(arguments: argparse.Namespace, config: object) -> int:
         from megatron_sao.plan import main as plan
 
         return plan.main(config, arguments.gpus, arguments.json)
+    if arguments.command == "environment":
+        from megatron_sao.rollout import environment_server
+
+        environment_server.main(config, arguments.host, arguments.port, arguments.max_episodes, arguments.idle_seconds)
+        return 0
     run_dir = arguments.run_dir or Path("runs") / config.name
     if arguments.command == "run" and arguments.slurm:
         from megatron_sao.launch import slurm
@@ -128,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--set", action="append", default=[], metavar="A.B=C", help="override a field of the config; repeatable"
         )
-        if name not in ("doctor", "plan"):
+        if name not in ("doctor", "plan", "environment"):
             command.add_argument("--run-dir", type=Path, help="where everything is written (default: runs/NAME)")
     commands["run"].add_argument(
         "--slurm", nargs="?", choices=("requeue", "end"), const="requeue",
@@ -142,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     commands["rollout"].add_argument("--worker-id", default=f"worker-{os.getpid()}", help="unique name of this worker")
     commands["engine"].add_argument("--index", type=int, default=0, help="number of this engine")
     commands["engine"].add_argument("--port", type=int, help="default: engine.port + index")
+    _add_environment_options(commands["environment"])
     commands["eval"].add_argument("--hf-dir", type=Path, help="model to evaluate (default: model.path)")
     commands["eval"].add_argument("--engine-url", action="append", default=[], help="a running server; repeatable")
     commands["eval"].add_argument("--prompts", type=int, help="default: eval.prompts")
@@ -163,6 +170,16 @@ def _add_run_commands(subparsers: argparse._SubParsersAction) -> None:
     what.add_argument("--trajectory", metavar="ID", help="one trajectory, turn by turn")
     what.add_argument("--batch", metavar="STAGE-STEP", help="the members of a batch, such as rl-12")
     what.add_argument("--export-batches", type=Path, metavar="DIR", help="write all batches, for `train --batches DIR`")
+
+
+def _add_environment_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: the loopback alone)")
+    command.add_argument("--port", type=int, default=8600, help="default: 8600; 0: a free one, which the log names")
+    command.add_argument("--max-episodes", type=int, default=1024, metavar="N", help="open at once (default: 1024)")
+    command.add_argument(
+        "--idle-seconds", type=float, default=3600.0, metavar="S",
+        help="close an episode that nobody has called for so long (default: 3600)",
+    )  # fmt: skip
 
 
 def _add_slurm_options(command: argparse.ArgumentParser) -> None:

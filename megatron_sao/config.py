@@ -212,9 +212,9 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """Episodes: who plays them, how many at once, and their limits."""
 
-    environment: str  # import path "package.module:Class"
+    environment: str  # import path "package.module:Class", or the name of an entry point
     environment_args: dict[str, Any] = {}
-    reward: str | None = None  # import path "package.module:function"; overrides the environment's own reward
+    reward: str | None = None  # likewise "package.module:function"; overrides the environment's own reward
     workers: PositiveInt = 1  # processes
     concurrency: PositiveInt = 64  # episodes in flight per worker
     max_turns: PositiveInt = 16

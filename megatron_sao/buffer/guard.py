@@ -29,6 +29,7 @@ class Guard:
     Args:
         app: what it guards.
         max_body_bytes: of a trajectory; four of them may be in memory at once, then 429.
+        json_limit: bytes of any other body.
         patience: seconds a client may take to send a request's head, and its body beyond what ``min_rate`` takes.
         min_rate: bytes per second a body must come at.
     """
@@ -40,10 +41,12 @@ class Guard:
         max_body_bytes: int,
         patience: float = 30.0,
         min_rate: float = 64 * 2**10,
+        json_limit: int = JSON_BODY_LIMIT,
     ) -> None:
         self._app = app
         self._expected = f"Bearer {token}".encode()
         self._max_body_bytes = max_body_bytes
+        self._json_limit = json_limit
         self._min_rate = min_rate
         self._held = 0
         self.patience = patience
@@ -74,7 +77,8 @@ class Guard:
 
     async def _read(self, path: str, body: bytearray, receive: Receive) -> JSONResponse | None:
         """Fill ``body``; returns why it is refused, if it is."""
-        limit = self._max_body_bytes if path == "/v1/trajectories" else JSON_BODY_LIMIT
+        trajectory = path == "/v1/trajectories"
+        limit = self._max_body_bytes if trajectory else self._json_limit
         loop = asyncio.get_running_loop()
         start = loop.time()
         more = True
@@ -93,8 +97,9 @@ class Guard:
             self._held += len(chunk)
             more = message.get("more_body", False)
             if len(body) > limit:
-                return error_response(413, f"the body exceeds {limit} bytes (buffer.max_body_bytes)")
-            if self._held > 4 * max(self._max_body_bytes, JSON_BODY_LIMIT):
+                field = " (buffer.max_body_bytes)" if trajectory else ""
+                return error_response(413, f"the body exceeds {limit} bytes{field}")
+            if self._held > 4 * max(self._max_body_bytes, self._json_limit):
                 return error_response(429, "too many large bodies at once; try again")
         return None
 

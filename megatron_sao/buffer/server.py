@@ -286,7 +286,7 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
     async def metrics() -> PlainTextResponse:
         lines = []
         for name, value in (await service.stats()).items():
-            if isinstance(value, int):
+            if isinstance(value, int | float):
                 kind, metric = ("counter", f"{name}_total") if name in COUNTERS else ("gauge", name)
                 lines += [f"# TYPE megatron_sao_buffer_{metric} {kind}", f"megatron_sao_buffer_{metric} {value}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")

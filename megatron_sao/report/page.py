@@ -56,6 +56,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             "buffer/dropped_stale", "buffer/dropped_incomplete_group", "buffer/trajectories_failed",
             "buffer/leases_expired",
         )),
+        Chart("Share of trajectories dropped as stale since the run began", ("buffer/dropped_stale_fraction",)),
     ),
     "Log-prob mismatch": (
         Chart("Trainer against engine, same weights", (

@@ -20,7 +20,8 @@ from megatron_sao.data.trajectory import TEXT_LIMITS, Trajectory
 from megatron_sao.logs import start_logging
 from megatron_sao.rollout.client import EngineClient, EngineError, ModelLimits
 from megatron_sao.rollout.engine import until_signalled
-from megatron_sao.rollout.environment import Environment, EnvironmentFailure, Reward, load_object
+from megatron_sao.rollout.environment import EnvironmentFailure, Reward
+from megatron_sao.rollout.loading import load_environment, load_object
 from megatron_sao.rollout.session import BudgetExceeded, Session
 from megatron_sao.run_identity import run_identity
 
@@ -88,8 +89,7 @@ class Player:
         self._run_id = run_id or config.name
         self._engine = engine
         self._tokenizer = tokenizer
-        environment = load_object(config.rollout.environment, "rollout.environment")
-        self._environment: Environment = environment(tokenizer, **config.rollout.environment_args)
+        self._environment = load_environment(config.rollout, tokenizer)
         path = config.rollout.reward
         self._reward: Reward | None = load_object(path, "rollout.reward") if path else None
         self._failures = 0

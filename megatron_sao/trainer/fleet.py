@@ -13,12 +13,15 @@ from megatron_sao.weights.push import WeightPusher
 
 log = logging.getLogger(__name__)
 
+RETRY_SECONDS = 300.0  # at most, until an engine whose push failed is tried again; from 2 s on, doubled by each failure
+
 
 class EngineFleet:
     """Keeps every registered engine on the policy's published weights. Methods are collective over trainer ranks.
 
     The registry calls an engine dirty from before the first tensor of a push until after the last, and from its
-    registration until its first push, so no request is sent to an engine whose weights are in doubt.
+    registration until its first push, so no request is sent to an engine whose weights are in doubt. An engine whose
+    push has failed is left out for a while: one that hangs would otherwise hold up every step.
 
     Args:
         client: the buffer's registry; used on rank 0 only.
@@ -31,17 +34,18 @@ class EngineFleet:
     ) -> None:
         self._client, self._pusher, self._world, self.incarnation = client, pusher, world, incarnation
         self._known: set[str] = set()  # keys of the engines that were there at the last look
+        self._failures: dict[str, tuple[int, float]] = {}  # by key: pushes failed in a row, and when to try again
         self.version = f"{incarnation}.{policy_version}"
         self._last_refresh = 0.0
 
     def publish(self, policy_version: int) -> None:
-        """Label the policy's current weights and push them to every live engine.
+        """Label the policy's current weights and push them to every live engine whose time has come.
 
         Raises:
             WeightMismatch: an engine's checksums are not those of the weights it was sent.
         """
         self.version = f"{self.incarnation}.{policy_version}"
-        self._push(self._live() if self._world.is_leader else [])
+        self._push(self._due() if self._world.is_leader else [])
 
     def refresh(self, policy_version: int, interval: float = 1.0) -> None:
         """Push the policy's weights where an engine does not hold the published ones: new, restarted or failed ones.
@@ -52,7 +56,7 @@ class EngineFleet:
         stale: list[EngineInfo] = []
         if self._world.is_leader and time.monotonic() - self._last_refresh >= interval:
             self._last_refresh = time.monotonic()
-            stale = [e for e in self._live() if e.state != "clean" or e.version != self.version]
+            stale = [e for e in self._due() if e.state != "clean" or e.version != self.version]
         if not broadcast_json(bool(stale), self._world.device):
             return
         if self.version == f"{self.incarnation}.{policy_version}":
@@ -66,6 +70,10 @@ class EngineFleet:
     def _live(self) -> list[EngineInfo]:
         return [engine for engine in self._client.engines() if engine.state not in ("down", "sick")]
 
+    def _due(self) -> list[EngineInfo]:
+        now = time.monotonic()
+        return [engine for engine in self._live() if self._failures.get(_key(engine), (0, now))[1] <= now]
+
     def _push(self, engines: list[EngineInfo]) -> None:
         engines = [engine for engine in engines if self._mark_dirty(engine)]
         if self._world.is_leader:
@@ -75,7 +83,11 @@ class EngineFleet:
         receivers = [Receiver(_key(e), e.id, e.url, e.tp, fresh=e.state != "clean") for e in engines]
         failed = self._pusher.push(receivers, self.version)
         for engine in engines:
-            if _key(engine) not in failed:
+            failures, _ = self._failures.pop(_key(engine), (0, 0.0))
+            if _key(engine) in failed:
+                wait = min(2 ** (failures + 1), RETRY_SECONDS)
+                self._failures[_key(engine)] = failures + 1, time.monotonic() + wait
+            else:
                 self._mark_clean(engine)
 
     def _mark_dirty(self, engine: EngineInfo) -> bool:

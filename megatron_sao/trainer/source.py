@@ -42,7 +42,7 @@ class BatchSource(Protocol):
     def commit(self, stage: str, step: int) -> None:
         """Nothing before (stage, step) will be asked for again."""
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         """What was dropped, refused and retried since the run began, as metrics; on rank 0, {} elsewhere."""
 
 
@@ -109,7 +109,7 @@ class RecordedSource:
 
     def commit(self, stage: str, step: int) -> None: ...
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return {}
 
 
@@ -171,10 +171,11 @@ class LiveSource:
         if self._world.is_leader:
             self._client.commit(stage, step, self._fleet.incarnation)
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         if not self._world.is_leader:
             return {}
-        return {f"buffer/{name}": value for name, value in self._client.stats().items() if isinstance(value, int)}
+        stats = self._client.stats()
+        return {f"buffer/{name}": value for name, value in stats.items() if isinstance(value, int | float)}
 
     def fetch(self, ids: list[str]) -> list[Trajectory]:
         return list(self._threads.map(self._client.trajectory, ids))

@@ -20,7 +20,7 @@ from megatron_sao.weights.gather import Bucket
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 30.0  # to form a group with an engine that answers
+CONNECT_SECONDS = 30.0  # for the first call to an engine, and to form a group with it
 CLEAN_UP_SECONDS = 5.0  # for a call to an engine that has failed
 POLL_SECONDS = 0.0005
 
@@ -54,7 +54,7 @@ class EngineControl:
     def end_abandoned_update(self) -> None:
         """A trainer that died in the middle of a push left the update open; where there is none the call is refused."""
         try:
-            self.call("/end_weight_update")
+            self.call("/end_weight_update", timeout=CONNECT_SECONDS)
         except EngineUnreachable:
             raise
         except PushError as refusal:

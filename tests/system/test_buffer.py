@@ -244,6 +244,7 @@ def test_the_openapi_document_describes_every_call_and_every_answer(buffer):
 def test_metrics_are_in_the_prometheus_format(shared):
     lines = shared.get("/metrics").text.splitlines()
     assert "megatron_sao_buffer_dropped_stale_total 0" in lines
+    assert "megatron_sao_buffer_dropped_stale_fraction 0.0" in lines
     assert "# TYPE megatron_sao_buffer_trajectories_stored gauge" in lines
     assert all(line.startswith("# TYPE ") or len(line.split(" ")) == 2 for line in lines)
 

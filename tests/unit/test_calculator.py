@@ -14,6 +14,7 @@ import pytest
 from megatron_sao.data.tasks import Task, load_tasks
 from megatron_sao.rollout.environments import calculator as calc
 from megatron_sao.rollout.environments.calculator import ERROR, Calculator, apply_call, calls, demonstration, parse
+from megatron_sao.rollout.turns import Turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -53,8 +54,8 @@ class ScriptedSession:
 
     observe = prompt
 
-    async def generate(self, stop_token_ids: list[int]) -> list[int]:
-        assert Characters().decode(stop_token_ids) == ">."
+    async def generate(self, max_new_tokens: int | None, stop_token_ids: list[int]) -> list[int]:
+        assert max_new_tokens is None and Characters().decode(stop_token_ids) == ">."
         return Characters().encode(self.turns.pop(0))
 
     def finish(self, reward: float, truncated: bool = False) -> None:
@@ -63,7 +64,7 @@ class ScriptedSession:
 
 def play(prompt: str, label: int, turns: list[str]) -> ScriptedSession:
     session = ScriptedSession(turns)
-    asyncio.run(Calculator(Characters()).run(session, Task("t", prompt, label, {})))
+    asyncio.run(Turns(lambda: Calculator(Characters())).run(session, Task("t", prompt, label, {})))
     assert not session.turns
     return session
 

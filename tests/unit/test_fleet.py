@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -68,6 +69,39 @@ def test_engines_are_dirty_during_a_push_and_a_failed_one_stays_so(fleet: Engine
     assert registry.log == [("dirty", "a"), ("dirty", "b"), ("push", "3.8", "a", "b"), ("clean", "a")]
     assert [(e.state, e.version) for e in registry.engines()] == [("clean", "3.8"), ("dirty", None)]
     assert pusher.fresh == ["a", "b"]
+
+
+def test_an_engine_whose_pushes_fail_is_tried_again_ever_later_and_holds_up_no_other(
+    fleet: EngineFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, pusher, now = fleet._client, fleet._pusher, 1000.0
+    monkeypatch.setattr("megatron_sao.trainer.fleet.time.monotonic", lambda: now)
+    pusher.broken = {"b"}
+    fleet.publish(8)
+    tried = [now]
+    while now < 3000.0:
+        now += 1.0
+        registry.log.clear()
+        fleet.refresh(8, interval=0.0)
+        if registry.log:
+            assert registry.log == [("dirty", "b"), ("push", "3.8", "b")]
+            tried.append(now)
+    waits = [later - earlier for earlier, later in pairwise(tried)]
+    assert waits[:9] == [2, 4, 8, 16, 32, 64, 128, 256, 300] and set(waits[9:]) == {300}
+    registry.log.clear()
+    fleet.publish(9)
+    assert registry.log == [("dirty", "a"), ("push", "3.9", "a"), ("clean", "a")]
+    assert pusher.forgotten == [], "it is not gone"
+    pusher.broken, now = set(), now + 300
+    fleet.refresh(9, interval=0.0)
+    assert registry.by_id["b"].state == "clean"
+    pusher.broken = {"b"}
+    fleet.publish(10)
+    assert fleet._failures["b http://b"] == (1, now + 2)
+    registry.by_id["b"] = EngineInfo("b", "http://another-process", "dirty", None, 1, 0.0)
+    registry.log.clear()
+    fleet.refresh(10, interval=0.0)
+    assert registry.log[0] == ("dirty", "b"), "a restarted server has not failed"
 
 
 def test_only_engines_without_the_published_weights_are_refreshed(fleet: EngineFleet) -> None:

@@ -96,6 +96,17 @@ def test_engines_that_are_gone_or_refuse_cost_no_wait(world: Backend, tmp_path: 
     pusher.close()
 
 
+def test_an_engine_that_hangs_from_the_first_call_costs_no_timeout_of_a_push(
+    world: Backend, tmp_path: Path, engines: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_sao.weights.link.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("megatron_sao.weights.link.CLEAN_UP_SECONDS", 0.5)
+    engines.append(FakeEngine(hung=("/end_weight_update",)))
+    pusher = make_pusher(world, tmp_path, timeout=10_000)
+    assert "/end_weight_update: ReadTimeout" in pusher.push(receivers(engines[0].url), "1.1")[engines[0].url]
+    pusher.close()
+
+
 def test_an_engine_that_hangs_is_dropped_after_the_timeout_and_is_left_neither_paused_nor_in_an_update(
     world: Backend, tmp_path: Path, engines: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron_sao.data.tasks import Task
-
-if TYPE_CHECKING:
-    from megatron_sao.rollout.session import Session
+from megatron_sao.rollout.environment import Observation
 
 ALPHABET = "_0123456789+-*()=<>;A.E"  # the first is padding
 CALL_END, ANSWER_END = ">", "."
@@ -184,7 +182,7 @@ def demonstration(
 
 
 class Calculator:
-    """The environment: prompts are expressions, ``task.label`` is the value as an integer.
+    """The environment, by turns: prompts are expressions, ``task.label`` is the value as an integer.
 
     Args:
         tokenizer: a Hugging Face tokenizer that gives each character of ``ALPHABET`` a token of its own.
@@ -192,22 +190,23 @@ class Calculator:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._stops = self._encode(CALL_END + ANSWER_END)
+        self.stop_token_ids = self._encode(CALL_END + ANSWER_END)
+        self.metrics = {"malformed_calls": 0.0, "planned_wrong": 0.0}  # the latter: a call changed the value
 
-    async def run(self, session: Session, task: Task) -> None:
-        """Play one episode. Session metrics: ``malformed_calls`` and ``planned_wrong`` (a call changed the value)."""
-        expression = parse(task.prompt)
-        session.metrics |= {"malformed_calls": 0.0, "planned_wrong": 0.0}
-        session.prompt(self._encode(task.prompt))
-        while True:
-            action = self._tokenizer.decode(await session.generate(stop_token_ids=self._stops))
-            if action.endswith(ANSWER_END):
-                session.finish(float(answer(action) == task.label))
-                return
-            observation, expression = apply_call(expression, action)
-            session.metrics["malformed_calls"] += observation == ERROR
-            session.metrics["planned_wrong"] = float(evaluate(expression) != task.label)
-            session.observe(self._encode(observation))
+    async def reset(self, task: Task) -> list[int]:
+        self._label, self._expression = task.label, parse(task.prompt)
+        return self._encode(task.prompt)
+
+    async def act(self, token_ids: Sequence[int]) -> Observation:
+        action = self._tokenizer.decode(token_ids)
+        if action.endswith(ANSWER_END):
+            return Observation(reward=float(answer(action) == self._label), done=True)
+        observation, self._expression = apply_call(self._expression, action)
+        self.metrics["malformed_calls"] += observation == ERROR
+        self.metrics["planned_wrong"] = float(evaluate(self._expression) != self._label)
+        return Observation(self._encode(observation))
+
+    async def close(self) -> None: ...
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
