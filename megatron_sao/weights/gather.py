@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,9 +19,7 @@ from megatron_sao.models.hf import HFModel
 from megatron_sao.models.mapping import entries
 from megatron_sao.weights.hf_files import WeightError
 from megatron_sao.weights.load import hf_shapes, local_tensors
-from megatron_sao.weights.reshard import Layout, Plan, Transfer, Weight, place, shard_shape
-
-_ALIGNMENT = 16
+from megatron_sao.weights.reshard import Layout, Plan, Transfer, Weight, lies_as_held, place, shard_nbytes, shard_shape
 
 
 @dataclass(frozen=True)
@@ -108,10 +107,10 @@ class Gatherer:
         self._rank = dist.get_rank()
         self.device = next(chunks[0].parameters()).device
         self._mine = plan.buckets.get(self._rank, [])
-        self._to_give: list[list[tuple[Transfer, int]]] = [[] for _ in range(plan.rounds)]
+        self._to_give: list[list[Transfer]] = [[] for _ in range(plan.rounds)]
         for transfer in plan.transfers:
             if transfer.source != self._rank and self._rank in transfer.holders:
-                self._to_give[transfer.bucket].append((transfer, transfer.source))
+                self._to_give[transfer.bucket].append(transfer)
 
     @property
     def is_source(self) -> bool:
@@ -121,97 +120,130 @@ class Gatherer:
     def buckets(self) -> Iterator[Bucket | None]:
         """One item per round of the plan: this rank's bucket, or None where it has none. Collective.
 
-        A bucket is valid until the next one is asked for; the shards of that one arrive while the caller uses this one.
-        The whole takes the memory of two buckets: one being used and one of shards arriving.
+        A bucket is valid until the next but one is asked for, so that it can be used while the next one is gathered
+        (:func:`use_in_turn`). The whole takes the memory of two buckets and of the shards of one weight.
         """
         local = dict(local_tensors(self._chunks, self._config))
-        out = self._memory(max((_bytes(bucket) for bucket in self._mine), default=0))
-        staging = self._memory(max((self._staged_bytes(bucket) for bucket in self._mine), default=0))
-        arriving = self._post(0, local, staging)
+        memory = [self._memory(self._mine[parity::2]) for parity in (0, 1)]
+        scratch = self._scratch(self._mine)
         for number in range(self.plan.rounds):
-            bucket = self._finish(number, local, arriving, out)
-            if number + 1 < self.plan.rounds:
-                arriving = self._post(number + 1, local, staging)
-            yield bucket
+            yield self._gather(number, local, memory[number % 2], scratch)
 
     @torch.no_grad()
     def bucket(self, number: int) -> Bucket | None:
         """That of round ``number`` alone, in memory of its own. Collective."""
         local = dict(local_tensors(self._chunks, self._config))
-        mine = self._mine[number] if number < len(self._mine) else []
-        arriving = self._post(number, local, self._memory(self._staged_bytes(mine)))
-        return self._finish(number, local, arriving, self._memory(_bytes(mine)))
+        mine = self._mine[number : number + 1]
+        return self._gather(number, local, self._memory(mine), self._scratch(mine))
 
-    def _finish(
-        self,
-        number: int,
-        local: dict[str, torch.Tensor],
-        arriving: tuple[list[dist.Work], dict[tuple[str, int], torch.Tensor]],
-        out: torch.Tensor,
-    ) -> Bucket | None:
-        works, shards = arriving
-        for work in works:
-            work.wait()
-        if number >= len(self._mine):
-            return None
-        return self._assemble(number, local, shards, out[: _bytes(self._mine[number])])
+    def _memory(self, buckets: list[list[Transfer]]) -> torch.Tensor:
+        """Room for any one of ``buckets``."""
+        return self._empty(max((_bytes(bucket) for bucket in buckets), default=0))
 
-    def _memory(self, nbytes: int) -> torch.Tensor:
+    def _scratch(self, buckets: list[list[Transfer]]) -> torch.Tensor:
+        """Room for the other ranks' shards of any one weight that do not lie in its HF tensors as they are."""
+        moved = [
+            shard_nbytes(t.weight, 0, len(t.holders)) * sum(rank != self._rank for rank in t.holders)
+            for bucket in buckets
+            for t in bucket
+            if not lies_as_held(t.weight, len(t.holders))
+        ]
+        return self._empty(max(moved, default=0))
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def _staged_bytes(self, bucket: list[Transfer]) -> int:
-        away = [(t.weight, len(t.holders)) for t in bucket for rank in t.holders if rank != self._rank]
-        return sum(_aligned(shard_shape(w, n), w.dtype) for w, n in away)
+    def _gather(
+        self, number: int, local: dict[str, torch.Tensor], memory: torch.Tensor, scratch: torch.Tensor
+    ) -> Bucket | None:
+        mine = self._mine[number] if number < len(self._mine) else []
+        for work in self._post(number, mine, local, memory):
+            work.wait()
+        if not mine:
+            return None
+        tensors = []
+        for transfer in mine:
+            full = _views(transfer, memory)
+            self._arrange(transfer, local, memory, scratch, full)
+            tensors += zip(transfer.weight.entry.hf, full, strict=True)
+        return Bucket(memory[: _bytes(mine)], tensors)
 
     def _post(
-        self, number: int, local: dict[str, torch.Tensor], staging: torch.Tensor
-    ) -> tuple[list[dist.Work], dict[tuple[str, int], torch.Tensor]]:
-        """Start what round ``number`` needs to be sent and received; received shards by parameter and shard."""
-        operations, shards, offset = [], {}, 0
-        for transfer, source in self._to_give[number]:
-            shard = local[transfer.weight.entry.name].detach().contiguous()
-            operations.append(dist.P2POp(dist.isend, shard, source))
-        for transfer in self._mine[number] if number < len(self._mine) else []:
+        self, number: int, mine: list[Transfer], local: dict[str, torch.Tensor], memory: torch.Tensor
+    ) -> list[dist.Work]:
+        """Start what round ``number`` needs to be sent and received. Shards arrive one after the other where their
+        weight lies in the bucket."""
+        operations = []
+        for transfer in self._to_give[number]:
             weight = transfer.weight
-            shape = shard_shape(weight, len(transfer.holders))
-            for index, rank in enumerate(transfer.holders):
-                if rank != self._rank:
-                    nbytes = _shape_bytes(shape, weight.dtype)
-                    shard = staging[offset : offset + nbytes].view(weight.dtype).view(shape)
-                    offset += _aligned(shape, weight.dtype)
-                    shards[weight.entry.name, index] = shard
-                    operations.append(dist.P2POp(dist.irecv, shard, rank))
-        return dist.batch_isend_irecv(operations) if operations else [], shards
+            shard = local[weight.entry.name].detach().contiguous().view(-1)
+            nbytes = shard_nbytes(weight, transfer.holders.index(self._rank), len(transfer.holders))
+            if nbytes:
+                operations.append(dist.P2POp(dist.isend, shard[: nbytes // weight.dtype.itemsize], transfer.source))
+        for transfer in mine:
+            for rank, slot in zip(transfer.holders, _slots(transfer, memory), strict=True):
+                if rank != self._rank and slot.numel():
+                    operations.append(dist.P2POp(dist.irecv, slot, rank))
+        return dist.batch_isend_irecv(operations) if operations else []
 
-    def _assemble(
+    def _arrange(
         self,
-        number: int,
+        transfer: Transfer,
         local: dict[str, torch.Tensor],
-        shards: dict[tuple[str, int], torch.Tensor],
         memory: torch.Tensor,
-    ) -> Bucket:
-        tensors = []
-        for transfer in self._mine[number]:
-            weight, name, start = transfer.weight, transfer.weight.entry.name, transfer.offset
-            full = []
-            for shape in weight.shapes:
-                end = start + _shape_bytes(shape, weight.dtype)
-                full.append(memory[start:end].view(weight.dtype).view(shape))
-                start = end
-            for index in range(len(transfer.holders)):
-                shard = shards[name, index] if (name, index) in shards else local[name].detach()
-                place(weight, shard, index, len(transfer.holders), full)
-            tensors += zip(weight.entry.hf, full, strict=True)
-        return Bucket(memory, tensors)
+        scratch: torch.Tensor,
+        full: list[torch.Tensor],
+    ) -> None:
+        """Make a weight's HF tensors ``full`` of this rank's shard and of those that have arrived."""
+        weight, shards, used = transfer.weight, len(transfer.holders), 0
+        held = []
+        for index, (rank, slot) in enumerate(zip(transfer.holders, _slots(transfer, memory), strict=True)):
+            if rank == self._rank:
+                held.append((index, local[weight.entry.name].detach()))
+            elif not lies_as_held(weight, shards):
+                # They are where the weight will be, so they step aside before any of it is written.
+                shard = scratch[used : used + slot.nbytes].view(weight.dtype)
+                used += slot.nbytes
+                held.append((index, shard.copy_(slot).view(shard_shape(weight, shards))))
+        for index, shard in held:
+            place(weight, shard, index, shards, full)
+
+
+def use_in_turn(buckets: Iterable[Bucket | None], use: Callable[[int, Bucket], None]) -> None:
+    """Call ``use`` with the number of each bucket and the bucket, in a thread, while the next one is gathered.
+
+    Args:
+        buckets: of :meth:`Gatherer.buckets`.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="bucket") as thread:
+        using: Future[None] | None = None
+        for number, bucket in enumerate(buckets):
+            if using is not None:
+                using.result()
+            using = None if bucket is None else thread.submit(use, number, bucket)
+        if using is not None:
+            using.result()
+
+
+def _views(transfer: Transfer, memory: torch.Tensor) -> list[torch.Tensor]:
+    """The HF tensors of a weight in its bucket's ``memory``."""
+    start, out = transfer.offset, []
+    for shape in transfer.weight.shapes:
+        nbytes = torch.Size(shape).numel() * transfer.weight.dtype.itemsize
+        out.append(memory[start : start + nbytes].view(transfer.weight.dtype).view(shape))
+        start += nbytes
+    return out
+
+
+def _slots(transfer: Transfer, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Flat pieces of a weight's part of ``memory``, one for what each shard holds of it."""
+    start, out, shards = transfer.offset, [], len(transfer.holders)
+    for index in range(shards):
+        nbytes = shard_nbytes(transfer.weight, index, shards)
+        out.append(memory[start : start + nbytes].view(transfer.weight.dtype))
+        start += nbytes
+    return out
 
 
 def _bytes(bucket: list[Transfer]) -> int:
     return sum(transfer.weight.nbytes for transfer in bucket)
-
-
-def _shape_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-_shape_bytes(shape, dtype) // _ALIGNMENT) * _ALIGNMENT

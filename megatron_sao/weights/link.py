@@ -138,7 +138,7 @@ class SourceLink:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="push")
         self._group: dist.ProcessGroup | None = None
         self.group_name = ""
-        self.transfer_seconds = self.load_seconds = 0.0  # of all buckets: until broadcast, and until then loaded
+        self._loading: Future[dict[str, Any]] | None = None  # the engine's answer to the last bucket
 
     def connect(self) -> None:
         """Form the group, if there is none yet. Raises PushError or a torch.distributed error."""
@@ -170,8 +170,10 @@ class SourceLink:
         self._group = forming.result(timeout=CONNECT_SECONDS)
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast a bucket in one piece; returns when the engine has loaded it."""
-        received = self._later(
+        """Broadcast a bucket in one piece; returns when the engine has it, though it may still be loading it. What goes
+        wrong then is raised by the next call, or by :meth:`finish`."""
+        before = self._loading
+        self._loading = self._later(
             "/update_weights_from_distributed",
             names=[name for name, _ in bucket.tensors],
             dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
@@ -180,17 +182,23 @@ class SourceLink:
             load_format="flattened_bucket",
             flush_cache=False,
         )
-        started = time.monotonic()
         work = dist.broadcast(bucket.data, 0, group=self._group, async_op=True)
         while not work.is_completed():
-            if received.done():
-                received.result()  # raises where the engine refused, and so takes no part in the broadcast
+            if self._loading.done():
+                self._loading.result()  # raises where the engine refused, and so takes no part in the broadcast
+            if before is not None and before.done() and isinstance(before.exception(), EngineUnreachable):
+                before.result()
             time.sleep(POLL_SECONDS)
         work.wait()
-        transferred = time.monotonic()
-        received.result()
-        self.transfer_seconds += transferred - started
-        self.load_seconds += time.monotonic() - transferred
+        if before is not None:
+            # Only now: an engine that refused the bucket before takes this one all the same, and is not left waiting.
+            before.result()
+
+    def finish(self) -> None:
+        """Wait until the engine has loaded all that was sent. Raises PushError."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.result()
 
     def close(self, wait: bool = False) -> None:
         """Leave the group, as far as the engine still answers.

@@ -14,7 +14,7 @@ from megatron_sao.distributed import all_gather_json, broadcast_json
 from megatron_sao.models.hf import HFModel
 from megatron_sao.weights.delta import DeltaSize, DeltaWriter, publish_delta, read_json, write_json
 from megatron_sao.weights.disk import finish_version, remove_old, write_bucket
-from megatron_sao.weights.gather import Gatherer
+from megatron_sao.weights.gather import Bucket, Gatherer, use_in_turn
 from megatron_sao.weights.verify import EngineChecksums, add_bucket
 
 log = logging.getLogger(__name__)
@@ -69,14 +69,15 @@ class Publisher:
         """A full version directory, unless it is there already: an engine that joins late loads the same."""
         new = broadcast_json(not final.exists(), self._gatherer.device)
         temporary = self._begin(final, new)
-        for number, bucket in enumerate(self._gatherer.buckets()):
-            if bucket is None:
-                continue
+
+        def write(number: int, bucket: Bucket) -> None:
             if new:
                 write_bucket(temporary, dist.get_rank(), number, bucket)
             if self._settings.mode == "delta":
                 self._delta.remember(number, bucket)
             add_bucket(checksums, bucket)
+
+        use_in_turn(self._gatherer.buckets(), write)
         dist.barrier()
         if new and self._leads:
             finish_version(temporary, final, self._gatherer.plan, self._model)
@@ -89,11 +90,14 @@ class Publisher:
         new = base != version
         temporary = self._begin(final, new)
         size = DeltaSize()
-        for number, bucket in enumerate(self._gatherer.buckets()):
-            if bucket is not None:
-                if new:
-                    size += self._delta.write(temporary, dist.get_rank(), number, bucket)
-                add_bucket(checksums, bucket)
+
+        def write(number: int, bucket: Bucket) -> None:
+            nonlocal size
+            if new:
+                size += self._delta.write(temporary, dist.get_rank(), number, bucket)
+            add_bucket(checksums, bucket)
+
+        use_in_turn(self._gatherer.buckets(), write)
         dist.barrier()
         if not new:
             return

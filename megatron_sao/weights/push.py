@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_sao.config import WeightsConfig
 from megatron_sao.distributed import all_gather_json, broadcast_json
 from megatron_sao.models.hf import HFModel
-from megatron_sao.weights.gather import Gatherer
+from megatron_sao.weights.gather import Bucket, Gatherer, use_in_turn
 from megatron_sao.weights.link import EngineControl, SourceLink
 from megatron_sao.weights.publish import Publisher, Receiver
 from megatron_sao.weights.verify import EngineChecksums, add_bucket, differences
@@ -118,10 +118,6 @@ class WeightPusher:
             raise WeightMismatch(_mismatch(version, wrong))
         return failed
 
-    def link(self, key: str) -> SourceLink | None:
-        """This rank's group with an engine, for its times."""
-        return self._links.get(key)
-
     def close(self) -> None:
         for key in list(self._controls):
             self._controls.pop(key).close()
@@ -146,15 +142,18 @@ class WeightPusher:
         first = next(buckets)
         failed = self._agree(failed | (self._each(receivers, failed, begin) if self._rank == 0 else {}))
         started = time.monotonic()
-        for bucket in chain([first], buckets):
-            if bucket is None:
-                continue
+
+        def send(_number: int, bucket: Bucket) -> None:
             sending = {
                 r.key: self._threads.submit(self._links[r.key].send, bucket) for r in receivers if r.key not in failed
             }
             add_bucket(checksums, bucket)
             for key, future in sending.items():
                 self._attempt(key, failed, future.result)
+
+        use_in_turn(chain([first], buckets), send)
+        if self._gatherer.is_source:
+            failed |= self._each(receivers, failed, lambda r: self._links[r.key].finish())
         failed = self._agree(failed)
         self.times["send"] = time.monotonic() - started
 

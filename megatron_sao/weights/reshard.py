@@ -159,6 +159,22 @@ def shard_shape(weight: Weight, shards: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def shard_nbytes(weight: Weight, index: int, shards: int) -> int:
+    """Of what shard ``index`` of ``shards`` holds of the HF tensors; vocabulary padding does not count."""
+    slices = shard_slices(weight, index, shards)
+    elements = [
+        (part.stop - part.start) * prod(weight.shapes[part.tensor]) // weight.shapes[part.tensor][part.dim]
+        for part in slices
+    ]
+    return sum(elements) * weight.dtype.itemsize
+
+
+def lies_as_held(weight: Weight, shards: int) -> bool:
+    """Whether the shards, one after the other as Megatron holds them, are the HF tensors, one after the other."""
+    kind = weight.entry.kind
+    return kind in ("replicated", "column", "vocab") or (shards == 1 and kind != "qkv")
+
+
 def place(weight: Weight, shard: torch.Tensor, index: int, shards: int, out: Sequence[torch.Tensor]) -> None:
     """Copy shard ``index`` of ``shards``, as Megatron holds it, to where it belongs in the HF tensors ``out``."""
     slices = shard_slices(weight, index, shards)

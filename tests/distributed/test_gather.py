@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.walk_gather import LAYOUTS
+
+HEADERS = 1024  # bytes of whatever is no tensor's content
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -37,6 +40,15 @@ def test_the_sources_together_hold_every_tensor_once_bit_for_bit(
     assert Counter(key for part in parts for key in part) == Counter(list(expected))
     assert sum(bool(part) for part in parts) == per_stage * LAYOUTS[name][1].get("pp", 1)
     assert_equal({key: tensor for part in parts for key, tensor in part.items()}, expected)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_source_holds_two_buckets_and_the_shards_of_one_weight(name: str, gathered: Path) -> None:
+    for rank in range(4):
+        held = json.loads((gathered / f"{name}-memory{rank}.json").read_text())
+        most = 2 * held["bucket"] + held["weight"] + HEADERS
+        assert held["buckets"] == 0 or held["buckets"] > 2, "two buckets must not be all"
+        assert held["bucket"] * (held["buckets"] > 0) <= held["peak"] <= most, (rank, held)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -5,11 +5,13 @@ torchrun --nproc-per-node 4 -m tests.distributed.walk_gather GLM4_MOE LLAMA OUT
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_sao.models.build import build_critic, build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
@@ -51,8 +53,10 @@ def main(models: dict[str, Path], out: Path) -> None:
         layout = trainer_layout(model, megatron, dist.get_world_size())
         weights = collect_weights(policy, model, megatron, layout)
         plan = build_plan(weights, layout, BUCKET_BYTES, spread_sources(layout, sources))
+        gatherer = Gatherer(plan, policy, megatron)
+        write_memory(out / f"{name}-memory{dist.get_rank()}.json", gatherer)
         mine = {}
-        for bucket in Gatherer(plan, policy, megatron).buckets():
+        for bucket in gatherer.buckets():
             if bucket is not None:
                 assert sum(t.nbytes for _, t in bucket.tensors) == bucket.data.nbytes
                 mine |= {tensor_name: tensor.clone() for tensor_name, tensor in bucket.tensors}
@@ -64,6 +68,22 @@ def main(models: dict[str, Path], out: Path) -> None:
             if dist.get_rank() == 0:
                 save_file(whole, out / f"{name}-{head}.safetensors")
     stop_runtime()
+
+
+def write_memory(path: Path, gatherer: Gatherer) -> None:
+    """The most bytes that tensors made while gathering took at any one time, beside those of a bucket and a weight."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        for _ in gatherer.buckets():
+            pass
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    mine = gatherer.plan.buckets.get(dist.get_rank(), [])
+    bucket = max((sum(t.weight.nbytes for t in transfers) for transfers in mine), default=0)
+    weight = max((t.weight.nbytes for transfers in mine for t in transfers if len(t.holders) > 1), default=0)
+    path.write_text(json.dumps({"peak": peak, "bucket": bucket, "weight": weight, "buckets": len(mine)}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import torch
 from megatron_sao.config import WeightsConfig
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.hf import HFModel
-from megatron_sao.weights.gather import Bucket
+from megatron_sao.weights.gather import Bucket, use_in_turn
+from megatron_sao.weights.link import EngineControl, EngineUnreachable, PushError, SourceLink
 from megatron_sao.weights.publish import Receiver
 from megatron_sao.weights.push import WeightPusher
 
@@ -34,11 +35,11 @@ class OneBucket:
 
 
 class FakeEngine(ThreadingHTTPServer):
-    """Answers every call with success, but for those in ``refused`` and, without end, those in ``hung``."""
+    """Answers every call with success, but for those in ``refused`` and, until it is ``closing``, those in ``hung``."""
 
     def __init__(self, refused: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.refused, self.hung, self.calls = refused, hung, []
+        self.refused, self.hung, self.calls, self.resumes = refused, hung, [], False
         self.closing = threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -55,7 +56,8 @@ class Answer(BaseHTTPRequestHandler):
         self.server.calls.append(self.path)
         if self.path in self.server.hung:
             self.server.closing.wait(30)
-            return
+            if not self.server.resumes:
+                return
         refused = self.path in self.server.refused
         body = json.dumps({"success": not refused, "message": "no such backend" if refused else ""}).encode()
         self.send_response(400 if refused else 200)
@@ -126,3 +128,106 @@ def test_an_engine_that_hangs_is_dropped_after_the_timeout_and_is_left_neither_p
         "/end_weight_update", "/continue_generation",
     ]  # fmt: skip
     pusher.close()
+
+
+UPDATE = "/update_weights_from_distributed"
+
+
+class Broadcast:
+    """In place of a collective with an engine's ranks, which take part as soon as they are asked to, or never."""
+
+    def __init__(self, completes: bool) -> None:
+        self.count, self._completes = 0, completes
+
+    def __call__(self, *_: object, **__: object) -> Broadcast:
+        self.count += 1
+        return self
+
+    def is_completed(self) -> bool:
+        return self._completes
+
+    def wait(self) -> None: ...
+
+
+@pytest.fixture
+def link_to(engines: list, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[SourceLink, Broadcast]]:
+    def make(engine: FakeEngine, completes: bool = True, timeout: float = 20.0) -> tuple[SourceLink, Broadcast]:
+        engines.append(engine)
+        broadcast = Broadcast(completes)
+        monkeypatch.setattr("megatron_sao.weights.link.dist.broadcast", broadcast)
+        return SourceLink(EngineControl(engine.url, "t", timeout), 1, "gloo", timeout), broadcast
+
+    return make
+
+
+def test_a_bucket_is_on_its_way_while_the_engine_loads_the_one_before(link_to: Callable) -> None:
+    engine = FakeEngine(hung=(UPDATE,))
+    engine.resumes = True
+    link, broadcast = link_to(engine)
+    bucket = next(OneBucket().buckets())
+    link.send(bucket)
+    later = threading.Thread(target=link.send, args=(bucket,))
+    later.start()
+    while engine.calls != [UPDATE] * 2:
+        time.sleep(0.01)
+    assert broadcast.count == 2 and later.is_alive(), "a third bucket must wait until the first is loaded"
+    engine.closing.set()
+    later.join(10)
+    assert not later.is_alive()
+    link.finish()
+
+
+def test_an_engine_that_refused_a_bucket_is_not_left_waiting_for_the_next(link_to: Callable) -> None:
+    link, broadcast = link_to(FakeEngine(refused=(UPDATE,)))
+    bucket = next(OneBucket().buckets())
+    link.send(bucket)
+    with pytest.raises(PushError, match=f"{UPDATE}: 400"):
+        link.send(bucket)
+    assert broadcast.count == 2
+
+
+def test_what_the_last_bucket_met_with_is_raised_at_the_end(link_to: Callable) -> None:
+    link, _ = link_to(FakeEngine(refused=(UPDATE,)))
+    link.send(next(OneBucket().buckets()))
+    with pytest.raises(PushError, match="no such backend"):
+        link.finish()
+
+
+@pytest.mark.parametrize(
+    ("engine", "error"), [({"refused": (UPDATE,)}, PushError), ({"hung": (UPDATE,)}, EngineUnreachable)]
+)
+def test_an_engine_that_takes_no_part_ends_the_wait_for_it(
+    engine: dict[str, tuple[str, ...]], error: type[PushError], link_to: Callable
+) -> None:
+    link, _ = link_to(FakeEngine(**engine), completes=False, timeout=1.0)
+    started = time.monotonic()
+    with pytest.raises(error):
+        link.send(next(OneBucket().buckets()))
+    assert time.monotonic() - started < 10
+
+
+def test_a_bucket_is_used_while_the_next_is_gathered_and_before_that_is_used() -> None:
+    asked, used = [threading.Event() for _ in range(4)], []
+
+    def buckets() -> Iterator[Bucket | None]:
+        for number in range(3):
+            asked[number].set()
+            yield next(OneBucket().buckets())
+        asked[3].set()
+        yield None
+
+    def use(number: int, _bucket: Bucket) -> None:
+        assert asked[number + 1].wait(10), "the next one is asked for only when this one has been used"
+        assert number == 2 or not asked[number + 2].is_set(), "it would overwrite this one"
+        used.append(number)
+
+    use_in_turn(buckets(), use)
+    assert used == [0, 1, 2]
+
+
+def test_an_error_in_the_use_of_a_bucket_is_not_lost() -> None:
+    def use(_number: int, _bucket: Bucket) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        use_in_turn(OneBucket().buckets(), use)

@@ -3,10 +3,12 @@
     .venv/bin/python -m tools.bench.weight_sync                  # about two minutes
     .venv/bin/python -m tools.bench.weight_sync --delta runs/models/smollm2_135m
 
-The first pushes a random MoE of GLM-4.5's architecture of 1.1 GB (bfloat16) three times and takes the best. References
-from the same run: a copy in memory, on one rank while the others wait; and a gloo broadcast of the same bytes from one
-process to one other, at its best bucket size. The second trains a model at a learning rate of 1e-6, served in bfloat16,
-and prints how much of it changes from one version to the next.
+The first pushes a random MoE of GLM-4.5's architecture of 1.1 GB (bfloat16) three times and takes the shortest stall:
+into SGLang, and into a receiver that does nothing but receive (tools/bench/weight_receiver.py). Both write when they
+received each bucket, so the stall is divided into parts that add up. References from the same run: a copy in memory, on
+one rank while the others wait; and a gloo broadcast of the same bytes from one process to one other, at its best bucket
+size, and at that of the push into new memory every time, as SGLang receives. The second trains a model at a learning
+rate of 1e-6, served in bfloat16, and prints how much of it changes from one version to the next.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from megatron_sao.config import WeightsConfig, parse_config
+from megatron_sao.distributed import all_gather_json
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
+from megatron_sao.rollout.engine import free_port
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter
-from megatron_sao.weights.gather import Gatherer
+from megatron_sao.weights.gather import Bucket, Gatherer
+from megatron_sao.weights.link import SourceLink
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.publish import Receiver
 from megatron_sao.weights.push import WeightPusher
@@ -41,6 +47,7 @@ RANKS = 4
 LAYOUT = {"world_size": RANKS, "nproc_per_node": RANKS, "tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}
 BUCKET_BYTES = 64 * 10**6
 PUSHES = 3
+TIMED_ENGINE = Path(__file__).parent / "timed_engine"
 MODEL = {
     "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 32000, "hidden_size": 1024,
     "intermediate_size": 4096, "moe_intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -55,30 +62,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--delta", type=Path, metavar="MODEL", help="measure changes of this model instead")
     parser.add_argument("--steps", type=int, default=8, help="of training, for --delta (default 8)")
-    parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "URL"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.delta:
         from tools.bench.weight_delta import measure
 
         print(json.dumps(measure(options.delta, options.steps), indent=1))
     elif options.rank_of:
-        run_rank(Path(options.rank_of[0]), options.rank_of[1])
+        model, *places = options.rank_of
+        names = zip(("SGLang", "bare"), places[::2], places[1::2], strict=True)
+        run_rank(Path(model), *(Target(name, url, Path(receipts)) for name, url, receipts in names))
     else:
         run_all()
     return 0
 
 
+class Target(NamedTuple):
+    """Where weights are pushed to, and the file in which it writes what it received when."""
+
+    name: str
+    url: str
+    receipts: Path
+
+
 def run_all() -> None:
-    """Make the model, start the engine and then the trainer's ranks."""
+    """Make the model, start the receivers and then the trainer's ranks."""
     from tests.serving import run_config, serving
 
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch) / "model")
         config = run_config(model, model={"path": model, "device": "cpu", "dtype": "bfloat16"})
-        with serving("engine", config, Path(scratch)) as server:
+        engine, bare = Path(scratch) / "engine.jsonl", Path(scratch) / "bare.jsonl"
+        port = free_port("127.0.0.1")
+        receiver = [sys.executable, "-m", "tools.bench.weight_receiver", str(port), str(bare)]
+        hooks = os.pathsep.join(filter(None, [str(TIMED_ENGINE), os.environ.get("PYTHONPATH")]))
+        with (
+            patch.dict(os.environ, {"PYTHONPATH": hooks, "BENCH_RECEIPTS": str(engine)}),
+            serving("engine", config, Path(scratch)) as server,
+            subprocess.Popen(receiver) as nothing_more,
+        ):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-            bench = ["-m", "tools.bench.weight_sync", "--rank-of", str(model), server.engine.url]
-            subprocess.run([*torchrun, *bench], check=True)
+            rank = ["-m", "tools.bench.weight_sync", "--rank-of", str(model)]
+            places = [server.engine.url, str(engine), f"http://127.0.0.1:{port}", str(bare)]
+            try:
+                subprocess.run([*torchrun, *rank, *places], check=True)
+            finally:
+                nothing_more.kill()
 
 
 def write_model(path: Path) -> Path:
@@ -97,7 +126,7 @@ def write_model(path: Path) -> Path:
     return path
 
 
-def run_rank(path: Path, url: str) -> None:
+def run_rank(path: Path, *targets: Target) -> None:
     config = parse_config(
         {
             "name": "bench", "model": {"path": path, "dtype": "bfloat16"}, "parallel": LAYOUT,
@@ -105,6 +134,7 @@ def run_rank(path: Path, url: str) -> None:
         }
     )  # fmt: skip
     backend = start_runtime(config.model, config.parallel, 0, deterministic=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # new memory is to cost what it costs an engine
     model = read_hf_model(path)
     megatron = transformer_config(model, config.model, config.parallel)
     chunks = build_policy(model, megatron, "native")
@@ -121,29 +151,72 @@ def run_rank(path: Path, url: str) -> None:
     settings = WeightsConfig(bucket_bytes=BUCKET_BYTES)
     token = os.environ["MEGATRON_SAO_TOKEN"]
     pusher = WeightPusher(gatherer, model, settings, token, backend.distributed_backend, path, megatron.params_dtype)
-    receiver = Receiver("engine", "engine", url, 1)
-    pushes = [push_once(pusher, receiver, f"1.{number}") for number in range(PUSHES)]
-    figures |= min(pushes, key=lambda push: push["transfer"] + push["load"])
+    for target in targets:
+        pushes = [push_once(pusher, target, f"1.{number}") for number in range(PUSHES)]
+        figures[target.name] = min(pushes, key=lambda push: push["stall"])
     if dist.get_rank() == 0:
         print(report(figures), flush=True)
     pusher.close()
     stop_runtime()
 
 
-def push_once(pusher: WeightPusher, receiver: Receiver, version: str) -> dict[str, float]:
-    """One push; transfer and load are sums over the sources. An engine takes one bucket after the other, so a source's
-    transfer includes its waiting for the other's."""
+def push_once(pusher: WeightPusher, target: Target, version: str) -> dict[str, Any]:
+    """One push, accounted for on rank 0; elsewhere only its stall, which is 0."""
+    receiver = Receiver(target.name, target.name, target.url, 1)
+    posted: dict[str, float] = {}
+    plain = SourceLink.send
 
-    def spent() -> torch.Tensor:
-        link = pusher.link(receiver.key)
-        return torch.tensor([link.transfer_seconds, link.load_seconds] if link else [0.0, 0.0], dtype=torch.float64)
+    def send(link: SourceLink, bucket: Bucket) -> None:
+        posted[bucket.tensors[0][0]] = time.monotonic()
+        plain(link, bucket)
 
-    before = spent()
-    failed = pusher.push([receiver], version)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    memory, cpu = resident("VmRSS"), time.process_time()
+    with patch.object(SourceLink, "send", send):
+        failed = pusher.push([receiver], version)
     assert not failed, failed
-    times = spent() - before
-    dist.all_reduce(times)
-    return {"transfer": times[0].item(), "load": times[1].item()} | pusher.times
+    mine = {"posted": posted, "memory": resident("VmHWM") - memory, "cpu": time.process_time() - cpu}
+    ranks = all_gather_json(mine, torch.device("cpu"))
+    if dist.get_rank() != 0:
+        return {"stall": 0.0}
+    sent = [rank["posted"] for rank in ranks]
+    receipts = [json.loads(line) for line in target.receipts.read_text().splitlines()]
+    parts = account([s for s in sent if s], receipts[-sum(map(len, sent)) :])
+    sources, others = ([rank for rank in ranks if bool(rank["posted"]) is sends] for sends in (True, False))
+    return parts | {
+        "stall": pusher.times["stall"],
+        "memory": max(rank["memory"] for rank in sources),
+        "source_cpu": [rank["cpu"] for rank in sources],
+        "other_cpu": [rank["cpu"] for rank in others],
+    }
+
+
+def resident(field: str) -> int:
+    """VmRSS or VmHWM of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def account(sent: list[dict[str, float]], receipts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the receiver did from its first bucket to its last, in seconds that add up to ``buckets``.
+
+    Args:
+        sent: for each source, when it offered each bucket, by the name of the bucket's first tensor.
+        receipts: when the receiver entered the broadcast of each, had received and had loaded it, in its order.
+    """
+    offered = {first: time for source in sent for first, time in source.items()}
+    parts = dict.fromkeys(("transfer", "load", "late", "turn_round"), 0.0)
+    free = receipts[0]["entered"]  # since then the receiver has had nothing to do
+    for receipt in receipts:
+        late = min(max(free, offered[receipt["first"]]), receipt["entered"])
+        parts["late"] += late - free
+        parts["turn_round"] += receipt["entered"] - late
+        parts["transfer"] += receipt["received"] - receipt["entered"]
+        parts["load"] += receipt["loaded"] - receipt["received"]
+        free = receipt["loaded"]
+    entered = {receipt["first"]: receipt["entered"] for receipt in receipts}
+    waits = [sum(max(0.0, entered[first] - time) for first, time in source.items()) for source in sent]
+    return parts | {"buckets": free - receipts[0]["entered"], "count": len(receipts), "waits": waits}
 
 
 def references(plan: Plan, total: int) -> dict[str, float]:
@@ -168,6 +241,17 @@ def references(plan: Plan, total: int) -> dict[str, float]:
 
             figures[f"broadcast_{megabytes}mb_gb_s"] = count * data.nbytes / GB / best(send, 2)
         dist.barrier()
+    if dist.get_rank() < 2:
+        count = -(-total // BUCKET_BYTES)
+        data = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
+
+        def send_new() -> None:
+            for _ in range(count):
+                dist.broadcast(data if dist.get_rank() == 0 else torch.empty_like(data), 0, group=pair)
+            dist.barrier(group=pair)
+
+        figures["new_memory_gb_s"] = count * BUCKET_BYTES / GB / best(send_new, 2)
+    dist.barrier()
     return figures
 
 
@@ -201,7 +285,6 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 def report(f: dict[str, Any]) -> str:
     raw = max(value for name, value in f.items() if name.startswith("broadcast_"))
-    transfer = f["gb"] / f["transfer"]
     rows = [
         ("weights", f"{f['gb']:.2f} GB, {RANKS} ranks TP2 x PP2 x EP2, bucket {BUCKET_BYTES / 1e6:.0f} MB"),
         ("plan, agreed between the ranks", f"{f['plan_seconds']:.2f} s"),
@@ -209,12 +292,36 @@ def report(f: dict[str, Any]) -> str:
         ("convert", f"{f['convert_gb_s']:.2f} GB/s = {f['convert_gb_s'] / f['copy_gb_s']:.0%} of a copy (target 50%)"),
         ("gather and convert, both sources", f"{f['gather_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast, best bucket", f"{raw:.2f} GB/s"),
-        ("transfer, with waits", f"{f['transfer']:.2f} s, {transfer:.2f} GB/s, {transfer / raw:.0%} of raw (goal 80%)"),
-        ("load in the engine", f"{f['load']:.2f} s, {f['gb'] / f['load']:.2f} GB/s"),
-        ("stall of the engine", f"{f['stall']:.2f} s = {f['stall'] / (f['transfer'] + f['load']):.0%} of transfer and"
-         " load (target 110%)"),
+        ("raw gloo broadcast into new memory", f"{f['new_memory_gb_s']:.2f} GB/s = {f['new_memory_gb_s'] / raw:.0%}"),
     ]  # fmt: skip
+    for name in ("SGLang", "bare"):
+        rows += push_rows(name, f[name], f["gb"], raw)
     return "\n".join(f"{name:38} {value}" for name, value in rows)
+
+
+def push_rows(name: str, p: dict[str, Any], gb: float, raw: float) -> list[tuple[str, str]]:
+    def rate(seconds: float) -> str:
+        return f"{seconds:.2f} s, {gb / seconds:.2f} GB/s, {gb / seconds / raw:.0%} of raw"
+
+    def list_of(seconds: list[float]) -> str:
+        return ", ".join(f"{value:.2f} s" for value in seconds)
+
+    moved, turn = p["transfer"] + p["load"], p["turn_round"] / p["count"] * 1e3
+    return [
+        (f"{name}: stall", f"{p['stall']:.2f} s = {p['stall'] / moved:.0%} of transfer and load (target 110%)"),
+        ("  transfer: bytes moving", f"{rate(p['transfer'])} (target 80%)"),
+        ("  load", f"{p['load']:.2f} s"),
+        ("  no source has a bucket yet", f"{p['late']:.2f} s"),
+        ("  from one bucket to the next", f"{p['turn_round']:.2f} s, {turn:.1f} ms each"),
+        ("  calls around the buckets", f"{p['stall'] - p['buckets']:.2f} s"),
+        ("  first bucket to last, all in all", rate(p["buckets"])),
+        ("  waits of the sources for their turn", list_of(p["waits"])),
+        ("  CPU time, sources and other ranks", f"{list_of(p['source_cpu'])} and {list_of(p['other_cpu'])}"),
+        (
+            "  a source's memory above the model",
+            f"{p['memory'] / 1e6:.0f} MB, {p['memory'] / BUCKET_BYTES:.2f} buckets",
+        ),
+    ]
 
 
 if __name__ == "__main__":
