@@ -10,8 +10,8 @@
 `plan` needs no weights, only config.json. `push` and `verify` read the engines' key from MEGATRON_SAO_TOKEN. `push`
 loads the model under the layout given, on ranks that it starts itself, and verifies what it has pushed if SGLang's
 layout of the model is known. `reshard` writes a Megatron checkpoint anew, so that ranks of the given layout read the
-fewest bytes; while it works it needs the disk for a Hugging Face copy beside OUT. Exit code 1 with a sentence on
-failure.
+fewest bytes. It goes by way of a Hugging Face copy, OUT.hf, which it removes when done: the disk must hold the weights
+twice. Exit code 1 with a sentence on failure.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def verify(options: argparse.Namespace) -> int:
 
 
 def reshard(options: argparse.Namespace) -> int:
-    """Rewrite a Megatron checkpoint for another layout."""
+    """Rewrite a Megatron checkpoint for another layout, by way of a temporary Hugging Face copy on disk."""
     between = options.out.with_name(options.out.name + ".hf")
 
     def work(parallel: ParallelConfig, _backend: Backend) -> int:

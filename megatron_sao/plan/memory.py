@@ -23,7 +23,7 @@ class RankMemory:
         temporaries: of the optimizer's step.
         pushed: the weights that the engines have, where a baseline's ratio needs them.
         activations: of the worst micro-batch.
-        push: a bucket on its way to the engines, and the shards of the next, arriving.
+        push: a bucket on its way to the engines, and the next one, being put together.
         saved_copy: in host memory, of what an asynchronous checkpoint writes while training goes on.
     """
 

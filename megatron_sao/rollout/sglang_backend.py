@@ -89,6 +89,8 @@ def _cpu_environment(config: RunConfig, env: dict[str, str]) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "/nonexistent.so",  # tensor parallelism over gloo
         "SGLANG_CPU_OMP_THREADS_BIND": env.get("SGLANG_CPU_OMP_THREADS_BIND", binding),
+        # A push brings every bucket into new memory; in pages of 4 kB that takes longer than the bytes themselves.
+        "GLIBC_TUNABLES": env.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(CPU_STUB), env.get("PYTHONPATH")])),
     }
 

@@ -42,13 +42,14 @@ def test_the_sources_together_hold_every_tensor_once_bit_for_bit(
     assert_equal({key: tensor for part in parts for key, tensor in part.items()}, expected)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name][0] == "glm4_moe"])
 def test_a_source_holds_two_buckets_and_the_shards_of_one_weight(name: str, gathered: Path) -> None:
     for rank in range(4):
         held = json.loads((gathered / f"{name}-memory{rank}.json").read_text())
         most = 2 * held["bucket"] + held["weight"] + HEADERS
         assert held["buckets"] == 0 or held["buckets"] > 2, "two buckets must not be all"
-        assert held["bucket"] * (held["buckets"] > 0) <= held["peak"] <= most, (rank, held)
+        assert held["weight"] < held["bucket"] or not held["bucket"], "a third bucket must be seen"
+        assert held["bucket"] <= held["peak"] <= most, (rank, held)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -82,7 +82,8 @@ def write_memory(path: Path, gatherer: Gatherer) -> None:
         peak = max(peak, held)
     mine = gatherer.plan.buckets.get(dist.get_rank(), [])
     bucket = max((sum(t.weight.nbytes for t in transfers) for transfers in mine), default=0)
-    weight = max((t.weight.nbytes for transfers in mine for t in transfers if len(t.holders) > 1), default=0)
+    divided = [t.weight for ts in mine for t in ts if t.weight.entry.kind in ("row", "qkv", "gate_up")]
+    weight = max((weight.nbytes for weight in divided), default=0)
     path.write_text(json.dumps({"peak": peak, "bucket": bucket, "weight": weight, "buckets": len(mine)}))
 
 
