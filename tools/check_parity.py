@@ -11,15 +11,15 @@ logits differ by --tolerance of the largest logit at most, and all texts are equ
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_sao.config import ConfigError, ParallelConfig
+from megatron_sao.convert.options import add_layout, add_options, layout_of, tool_parser
 from megatron_sao.convert.parity import Parity, compare
-from megatron_sao.convert.ranks import add_layout, layout_of, run_tool
+from megatron_sao.convert.ranks import run_tool
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.hf import read_hf_model
 from megatron_sao.trainer.checkpoint import policy_checkpoint
@@ -36,9 +36,8 @@ def report(parity: Parity, tolerance: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="the model directory, for `transformers`")
-    parser.add_argument("--megatron", type=Path, required=True, help="converted directory or checkpoint of a run")
+    parser = tool_parser(__doc__)
+    add_options(parser, "--hf", "--megatron")
     add_layout(parser)
     parser.add_argument("--sequences", type=int, default=4, help="of random tokens (default 4)")
     parser.add_argument("--length", type=int, default=64, help="of the longest of them (default 64)")

@@ -10,7 +10,6 @@ nothing is left under OUT's name.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -19,16 +18,15 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bytes are moved, nothing is computed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_sao.config import ParallelConfig
 from megatron_sao.convert.hf_to_megatron import convert
-from megatron_sao.convert.ranks import add_layout, byte_size, layout_of, run_tool
+from megatron_sao.convert.options import add_layout, add_options, layout_of, tool_parser
+from megatron_sao.convert.ranks import run_tool
 from megatron_sao.models.backend import Backend
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf", type=Path, required=True, help="model directory: config.json and safetensors")
-    parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
+    parser = tool_parser(__doc__)
+    add_options(parser, "--hf", "--out", optional=("--shard-size",))
     add_layout(parser)
-    parser.add_argument("--shard-size", type=byte_size, default="5GB", help="bytes of a file at most (default 5GB)")
     options = parser.parse_args(arguments)
 
     def work(parallel: ParallelConfig, _backend: Backend) -> int:

@@ -12,7 +12,6 @@ the same command goes on. Exit code 1 with a sentence on failure, and nothing is
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -21,17 +20,15 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bytes are moved, nothing is computed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_sao.config import ParallelConfig
 from megatron_sao.convert.megatron_to_hf import convert
-from megatron_sao.convert.ranks import byte_size, run_tool
+from megatron_sao.convert.options import add_options, tool_parser
+from megatron_sao.convert.ranks import run_tool
 from megatron_sao.models.backend import Backend
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megatron", type=Path, required=True, help="converted directory or checkpoint of a run")
-    parser.add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
-    parser.add_argument("--hf", type=Path, help="the original model directory; needed for checkpoints of a run")
+    parser = tool_parser(__doc__)
+    add_options(parser, "--megatron", "--out", optional=("--hf", "--shard-size"))
     parser.add_argument("--dtype", choices=["source", "bfloat16", "float32", "fp8"], default="source")
-    parser.add_argument("--shard-size", type=byte_size, default="5GB", help="bytes of a file at most (default 5GB)")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the files (default 1)")
     options = parser.parse_args(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", options.ranks))

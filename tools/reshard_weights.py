@@ -29,7 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig, WeightsConfig
 from megatron_sao.convert import hf_to_megatron, megatron_to_hf
-from megatron_sao.convert.ranks import add_layout, byte_size, layout_of, run_tool
+from megatron_sao.convert.options import add_layout, add_options, byte_size, layout_of, tool_parser
+from megatron_sao.convert.ranks import run_tool
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
@@ -205,7 +206,7 @@ def _token() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands = {
         name: subparsers.add_parser(
@@ -214,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         for name, run in COMMANDS.items()
     }
     for name in ("plan", "push", "verify"):
-        commands[name].add_argument("--hf", type=Path, required=True, help="model directory")
+        add_options(commands[name], "--hf")
     for name in ("plan", "push", "reshard"):
         add_layout(commands[name])
     for name in ("plan", "push"):
@@ -233,10 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     for side in ("bandwidth", "engine-bandwidth"):
         commands["plan"].add_argument(f"--{side}", type=float, default=50.0, help="GB/s per rank (default 50)")
     commands["plan"].add_argument("--json", action="store_true", help="JSON instead of text")
-    commands["reshard"].add_argument("--megatron", type=Path, required=True, help="converted directory, or checkpoint")
-    commands["reshard"].add_argument("--hf", type=Path, help="original model directory; for checkpoints of a run")
-    commands["reshard"].add_argument("--out", type=Path, required=True, help="directory to make; must not exist")
-    commands["reshard"].add_argument("--shard-size", type=byte_size, default="5GB", help="of a file (default 5GB)")
+    add_options(commands["reshard"], "--megatron", "--out", optional=("--hf", "--shard-size"))
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -130,11 +131,21 @@ def _continuations(reference: torch.nn.Module, hf: Path, texts: list[str], new_t
 def _megatron_logits(
     model: HFModel, megatron: Path, parallel: ParallelConfig, device: torch.device, token_ids: list[list[int]]
 ) -> torch.Tensor:
-    """``[tokens, vocabulary]`` float32 of all sequences in one pack, on every rank."""
+    """``[tokens, vocabulary]`` float32 of all sequences, on every rank."""
     config = transformer_config(model, ModelConfig(path=model.path), parallel)
     chunks = build_policy(model, config, "native")
     load_megatron_weights(chunks, config, megatron, "policy")
-    batch = _pack(token_ids, parallel.tp, device)
+    logits = last_stage_logits(model, chunks, pack_tokens(token_ids, parallel.tp, device))
+    if logits is None:
+        logits = torch.empty(sum(map(len, token_ids)), model.vocab_size, device=device)
+    last = broadcast_json(parallel_state.get_pipeline_model_parallel_last_rank(), device)
+    dist.broadcast(logits, last)
+    return logits
+
+
+def last_stage_logits(model: HFModel, chunks: list[GPTModel], batch: MicroBatch) -> torch.Tensor | None:
+    """``[tokens, vocabulary]`` of a pack, without padding, on the ranks of the last pipeline stage, else None; every
+    data-parallel rank computes them. Collective."""
 
     def step(batches: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         return chunk(**forward_kwargs(next(batches))), lambda out: (out.sum(), torch.ones((), dtype=torch.int), out)
@@ -148,16 +159,13 @@ def _megatron_logits(
         micro_batch_size=1,
         forward_only=True,
     )
-    shape = sum(map(len, token_ids)), model.vocab_size
-    logits = torch.empty(shape, device=device)
-    if outputs:  # on the last pipeline stage
-        logits.copy_(gather_from_tensor_model_parallel_region(outputs[0])[0, : shape[0], : shape[1]])
-    last = broadcast_json(parallel_state.get_pipeline_model_parallel_last_rank(), device)
-    dist.broadcast(logits, last)
-    return logits
+    if not outputs:
+        return None
+    whole = gather_from_tensor_model_parallel_region(outputs[0])
+    return whole[0, : int(batch.real_tokens.sum()), : model.vocab_size].float().contiguous()
 
 
-def _pack(token_ids: list[list[int]], multiple: int, device: torch.device) -> MicroBatch:
+def pack_tokens(token_ids: list[list[int]], multiple: int, device: torch.device) -> MicroBatch:
     """All sequences in one pack, padded to a multiple with a sequence of its own."""
     lengths = [len(ids) for ids in token_ids]
     padding = -sum(lengths) % multiple

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
-import math
 import os
 import subprocess
 import sys
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_sao.distributed import all_gather_json
@@ -21,35 +18,6 @@ from megatron_sao.launch.process import die_with_parent
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.hf_files import WeightError
-
-
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    """The options that :func:`layout_of` reads."""
-    for size, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
-        parser.add_argument(f"--{size}", type=int, default=1, help=f"{meaning}-parallel size (default 1)")
-    for stage in ("first", "last"):
-        parser.add_argument(f"--pp-{stage}-layers", type=int, help=f"layers of the {stage} pipeline stage, if uneven")
-
-
-def layout_of(options: argparse.Namespace) -> ParallelConfig:
-    """The layout on as few ranks as it takes. Raises ConfigError where it is none."""
-    world = options.pp * math.lcm(options.tp, options.ep * options.etp)
-    fields = {name: getattr(options, name) for name in ("tp", "pp", "ep", "etp", "pp_first_layers", "pp_last_layers")}
-    try:
-        return ParallelConfig(**fields, world_size=world, nproc_per_node=world, sequence_parallel=options.tp > 1)
-    except ValidationError as error:
-        raise ConfigError("; ".join(problem["msg"] for problem in error.errors())) from error
-
-
-def byte_size(text: str) -> int:
-    """``5GB``, ``300MB`` or a plain number → bytes, as an argparse type."""
-    number, factor = text, 1
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if text.upper().endswith(unit):
-            number, factor = text[:-2], size
-    if not number.isdigit() or int(number) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 5GB or 300MB")
-    return int(number) * factor
 
 
 def run_tool(

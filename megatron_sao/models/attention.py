@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_sao.data.packing import context_positions, in_pack_order
+
+QUERIES = 512  # of a run that sparse attention takes at a time: no more of their scores and masks ever exist
 
 
 class PackedSDPA(MegatronModule):
@@ -52,10 +54,10 @@ class PackedSDPA(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        masks: Sequence[torch.Tensor | None] | None = None,
+        selection: Sequence[torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        """``masks``: per run of queries (:func:`query_runs`) which keys each sees, bool ``[queries, keys]``, or None
-        for all up to its own position."""
+        """``selection``: per run of queries (:func:`query_runs`) the keys that each sees, counted from the run's first,
+        int32 ``[queries, top_k]``, or None for all up to its own position."""
         query, key, value = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         cu_seqlens = packed_seq_params.cu_seqlens_q
         if self.context_group.size() > 1:
@@ -64,25 +66,75 @@ class PackedSDPA(MegatronModule):
         runs = query_runs(cu_seqlens, self.context_group)
         queries = query.split([length for length, _, _ in runs])
         parts = [
-            self._attend(q, key[start:end], value[start:end], mask)
-            for q, (_, start, end), mask in zip(queries, runs, masks or [None] * len(runs), strict=True)
+            attend(q, key[start:end], value[start:end], self.softmax_scale)
+            if chosen is None
+            else AttentionToChosen.apply(q, key[start:end], value[start:end], chosen, self.softmax_scale)
+            for q, (_, start, end), chosen in zip(queries, runs, selection or [None] * len(runs), strict=True)
         ]
         return torch.cat(parts).flatten(1)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attention of a sequence's last queries, the last of which sees every key; ``mask``: bool ``[queries, keys]``."""
+    causal = mask is None and query.size(0) == key.size(0)
+    if mask is None and not causal:
+        mask = causal_lower_right(query.size(0), key.size(0))
+    return F.scaled_dot_product_attention(
+        *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=query.size(1) != key.size(1),
+    )[0].transpose(0, 1)
+
+
+class AttentionToChosen(torch.autograd.Function):
+    """:func:`attend` to the chosen keys alone, int32 ``[queries, top_k]``.
+
+    The mask of a block of queries exists while that block is worked on, and is made again in the backward pass, which
+    starts from the inputs: torch would keep the masks of all blocks, in the dtype of the scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Attention of a sequence's last queries, the last of which sees every key."""
-        causal = mask is None and query.size(0) == key.size(0)
-        if mask is None and not causal:
-            mask = causal_lower_right(query.size(0), key.size(0))
-        return F.scaled_dot_product_attention(
-            *(t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)),
-            attn_mask=mask,
-            is_causal=causal,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )[0].transpose(0, 1)
+        ctx.save_for_backward(query, key, value, chosen)
+        ctx.scale = scale
+        blocks = query_blocks(query.size(0), key.size(0))
+        return torch.cat([
+            attend(query[rows], key[:seen], value[:seen], scale, _mask(chosen[rows], seen)) for rows, seen in blocks
+        ])  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, chosen = ctx.saved_tensors
+        wide = torch.promote_types(key.dtype, torch.float32)  # of the sums over blocks
+        sums = torch.empty_like(query), torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for rows, seen in query_blocks(query.size(0), key.size(0)):
+            inputs = [t.detach().requires_grad_() for t in (query[rows], key[:seen], value[:seen])]
+            with torch.enable_grad():
+                output = attend(*inputs, ctx.scale, _mask(chosen[rows], seen))
+            of_query, of_key, of_value = torch.autograd.grad(output, inputs, gradient[rows])
+            sums[0][rows] = of_query
+            sums[1][:seen] += of_key
+            sums[2][:seen] += of_value
+        return sums[0], sums[1].to(key.dtype), sums[2].to(value.dtype), None, None
+
+
+def query_blocks(queries: int, keys: int) -> Iterator[tuple[slice, int]]:
+    """The blocks in which sparse attention goes through a run of queries, the last of which sees every key, and how
+    many keys the last of each block sees."""
+    for start in range(0, queries, QUERIES):
+        end = min(start + QUERIES, queries)
+        yield slice(start, end), keys - queries + end
+
+
+def _mask(chosen: torch.Tensor, keys: int) -> torch.Tensor:
+    mask = torch.zeros(chosen.size(0), keys, dtype=torch.bool, device=chosen.device)
+    return mask.scatter_(1, chosen.long(), True)
 
 
 def query_runs(cu_seqlens: torch.Tensor, context_group: torch.distributed.ProcessGroup) -> list[tuple[int, int, int]]:

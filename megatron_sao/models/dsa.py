@@ -16,11 +16,17 @@ from megatron.core.transformer.experimental_attention_variant.dsa import source_
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_sao.models.attention import PackedSDPA, apply_packed_rotary, gather_context, query_runs
+from megatron_sao.models.attention import (
+    PackedSDPA,
+    apply_packed_rotary,
+    gather_context,
+    query_blocks,
+    query_runs,
+)
 from megatron_sao.models.mla import DuplicatedLinear, Float32Linear, LatentAttention
 from megatron_sao.models.routing import RoutedSeqParams
 
-Selection = list[torch.Tensor | None]  # per run of queries: bool [queries, keys], None where they see all before them
+Selection = list[torch.Tensor | None]  # per run of queries as in PackedSDPA
 
 
 def freeze_indexers(chunks: list[GPTModel]) -> None:
@@ -91,20 +97,33 @@ class Indexer(MegatronModule):
         )
 
     def _choose(self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """Queries ``[n, heads, dim]``, the last of which sees every key ``[m, dim]``, and their weights
-        ``[n, heads]``. Of equal scores the earlier key is taken, whatever order a device's top-k leaves them in."""
+        """For queries ``[n, heads, dim]``, the last of which sees every key ``[m, dim]``, and their weights
+        ``[n, heads]`` the chosen keys, int32 ``[n, top_k]``; None where each sees all before it. One that sees fewer
+        than top_k repeats the first."""
         n, m = queries.size(0), keys.size(0)
         if m <= self.top_k:
             return None
+        blocks = query_blocks(n, m)
+        return torch.cat([self._best(queries[rows], keys[:seen], weights[rows]) for rows, seen in blocks])
+
+    def _best(self, queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Of equal scores the earlier key is taken, whatever order a device's top-k leaves them in."""
+        n, m = queries.size(0), keys.size(0)
         scores = queries.new_zeros(n, m)
-        for head in range(self.heads):  # one at a time: [n, heads, m] would be the largest tensor of the model
+        for head in range(self.heads):  # one at a time: the scores of all would be heads times as large
             scores += weights[:, head, None] * (queries[:, head] @ keys.T * self.dim**-0.5).relu()
         causal = torch.ones(n, m, dtype=torch.bool, device=keys.device).tril(m - n)
         scores.masked_fill_(~causal, -torch.inf)
-        worst = scores.topk(self.top_k).values[:, -1:]
+        worst = scores.topk(min(self.top_k, m)).values[:, -1:]
         better, equal = scores > worst, scores == worst
         room = self.top_k - better.sum(-1, keepdim=True)
-        return causal & (better | equal & (equal.cumsum(-1) <= room))
+        mask = causal & (better | equal & (equal.cumsum(-1) <= room))
+        rows, positions = mask.nonzero(as_tuple=True)
+        counts = mask.sum(-1)
+        columns = torch.arange(len(rows), device=keys.device) - (counts.cumsum(0) - counts)[rows]
+        chosen = torch.zeros(n, self.top_k, dtype=torch.int32, device=keys.device)
+        chosen[rows, columns] = positions.int()
+        return chosen
 
 
 class SparseSDPA(PackedSDPA):
@@ -141,7 +160,7 @@ class SparseSDPA(PackedSDPA):
             selection = self.indexer(x, qr, rotary, packed_seq_params)
             if self.config.dsa_indexer_topk_freq > 1:  # for the layers that share it, and for their recomputation
                 packed_seq_params.selections[self.chooser] = selection
-        return super().forward(*tensors, packed_seq_params=packed_seq_params, masks=selection, **options)
+        return super().forward(*tensors, packed_seq_params=packed_seq_params, selection=selection, **options)
 
 
 class SparseLatentAttention(LatentAttention):

@@ -13,6 +13,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_sao.config import ParallelConfig, RunConfig
+from megatron_sao.models.attention import QUERIES
 from megatron_sao.models.hf import HFModel
 from megatron_sao.plan.simulate import LayerKind, SimulatedModel
 from megatron_sao.trainer.logprobs import COLUMNS, ROWS
@@ -48,7 +49,7 @@ class Activations:
     """Attributes:
     kept: what the micro-batches in flight keep.
     working: what one layer needs beside that while it runs forward or backward.
-    selections: which keys the layers of sparse attention see, and the scores that one of them chooses by.
+    selections: the keys that layers of sparse attention have chosen, and what one of them works with.
     logprobs: of the vocabulary projection and its gradient.
     """
 
@@ -74,11 +75,13 @@ def activations(
         per_microbatch, again = len(policy.layers) * layer.entrance, max(needs.values())
     else:
         per_microbatch, again = sum(needs[kind] for kind in policy.layers), 0
-    choosing = sum(kind.indexer for kind in policy.layers)
+    # where every layer chooses for itself and is recomputed, it chooses again
+    remembered = recompute == "none" or megatron.dsa_indexer_topk_freq > 1
+    choices = flying * sum(kind.indexer for kind in policy.layers) if remembered else 1
     return Activations(
         kept=int(flying * per_microbatch) + (layer.last_stage if policy.last else 0),
         working=again + max(layer.gradients(kind) for kind in needs),
-        selections=layer.selections(choosing, flying, config.parallel.cp) if choosing else 0,
+        selections=int(choices * layer.choice) + layer.choosing if layer.sparse else 0,
         logprobs=layer.logprobs(policy) if policy.last else 0,
     )
 
@@ -101,6 +104,8 @@ class Layer:
         self.tp, self.etp = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
         self.heads = megatron.num_attention_heads // self.tp
         self.groups = max(megatron.num_query_groups // self.tp, 1)
+        sparse = megatron.experimental_attention_variant == "dsa"
+        self.sparse = sparse and tokens.context > megatron.dsa_indexer_topk  # else all keys are seen
         if megatron.multi_latent_attention:
             self.groups, self.rotated = self.heads, megatron.qk_pos_emb_head_dim
             self.key, self.value = megatron.qk_head_dim + self.rotated, megatron.v_head_dim
@@ -150,6 +155,8 @@ class Layer:
             return kept
         if context > local:
             kept += (context * (self.key + self.value) - local * self.key) * self.groups * self.size
+        if self.sparse:
+            return kept  # its backward pass starts from its inputs
         return kept + local * self.heads * (self.value * self.size + _FLOAT)
 
     def _experts(self) -> int:
@@ -178,19 +185,19 @@ class Layer:
         )
         return inner * self.size + 2 * self.entrance
 
-    def selections(self, choosing: int, flying: float, cp: int) -> int:
-        """Native sparse attention: a mask of keys per query for every layer that chooses, alive as long as its
-        micro-batch is; while one chooses, four float32 matrices of the scores of its longest run of queries; and the
-        mask that a layer attends by, once more in the model's dtype."""
-        tokens = self.tokens
-        if tokens.context <= self.megatron.dsa_indexer_topk:
-            return 0
-        if cp == 1:
-            mask = longest = tokens.local * tokens.context
-        else:  # a rank has two runs of queries, of which one sees much and the other little
-            run = tokens.local // 2
-            mask, longest = run * run * (2 * cp + 1), run * tokens.context
-        return int(flying * choosing) * mask + max(4 * _FLOAT * longest, mask * self.size)
+    @property
+    def choice(self) -> int:
+        """The keys that a layer of native sparse attention has chosen, int32, alive as long as their micro-batch is."""
+        return self.tokens.local * self.megatron.dsa_indexer_topk * _FLOAT
+
+    @property
+    def choosing(self) -> int:
+        """An estimate of what native sparse attention works with at the worst moment: four float32 matrices of a block
+        of queries and all keys while it chooses; or a block's mask, once more in the model's dtype, and the gradients
+        of all keys and values, in float32 while they are summed up."""
+        block = min(QUERIES, self.tokens.local) * self.tokens.context
+        sums = self.tokens.context * self.groups * (self.key + self.value) * (_FLOAT + self.size)
+        return max(4 * _FLOAT * block, block * (1 + self.size) + sums)
 
     @property
     def last_stage(self) -> int:

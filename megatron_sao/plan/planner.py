@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import batched
 
+from megatron.core.models.gpt.gpt_model import GPTModel
+
 from megatron_sao.config import RunConfig
 from megatron_sao.models.hf import HFModel, read_hf_model
 from megatron_sao.plan.activations import activations
@@ -18,6 +20,7 @@ from megatron_sao.plan.simulate import (
     Place,
     SimulatedModel,
     State,
+    build_simulated,
     native_config,
     simulated_policy,
     simulated_rank,
@@ -72,17 +75,21 @@ def make_plan(config: RunConfig) -> Plan:
 def plan_ranks(config: RunConfig, model: HFModel, ranks: Iterable[int]) -> Iterator[tuple[RankPlan, SimulatedModel]]:
     """Build the given ranks, in ascending order.
 
-    A model is built once for all ranks with the same content, its training state once for all whose tensors have the
-    same shapes: for the first of a stage, which has the fullest share of a distributed optimizer's state.
+    A model is built once for all ranks that hold the same modules, and named anew where they hold other experts; its
+    training state is built once for all whose tensors have the same shapes: for the first of a stage, which has the
+    fullest share of a distributed optimizer's state.
     """
+    built: dict[tuple[int, ...], list[GPTModel]] = {}
     policies: dict[tuple[int, ...], SimulatedModel] = {}
     states: dict[object, dict[str, State]] = {}
     memories: dict[object, RankMemory] = {}
     for rank in ranks:
         with simulated_rank(config.parallel, rank) as place:
-            chunks = None
+            if place.structure not in built:
+                built[place.structure] = build_simulated(config, model)
+            chunks = built[place.structure]
             if place.content not in policies:
-                chunks, policies[place.content] = simulated_policy(config, model)
+                policies[place.content] = simulated_policy(chunks)
             policy = policies[place.content]
             kind = place.pp, tuple(shape for _, shape in policy.tensors)
             if kind not in states:

@@ -64,6 +64,11 @@ class Place:
         """Ranks with an equal one hold the same parameters."""
         return self.pp, self.tp, self.ep, self.etp
 
+    @property
+    def structure(self) -> tuple[int, int, int]:
+        """Ranks with an equal one hold the same modules, if not the same experts in them."""
+        return self.pp, self.tp, self.etp
+
 
 @dataclass(frozen=True)
 class State:
@@ -149,12 +154,15 @@ def native_config(config: RunConfig, model: HFModel) -> TransformerConfig:
     return transformer_config(model, config.model.model_copy(update={"layers": LAYERS}), config.parallel)
 
 
-def simulated_policy(config: RunConfig, model: HFModel) -> tuple[list[GPTModel], SimulatedModel]:
-    """The policy of the rank that this process is at the moment."""
-    megatron = native_config(config, model)
+def build_simulated(config: RunConfig, model: HFModel) -> list[GPTModel]:
+    """The model chunks of the policy of the rank that this process is at the moment."""
     with META:
-        chunks = build_policy(model, megatron, LAYERS)
-    tensors = [(name, tuple(tensor.shape)) for name, tensor in local_tensors(chunks, megatron)]
+        return build_policy(model, native_config(config, model), LAYERS)
+
+
+def simulated_policy(chunks: list[GPTModel]) -> SimulatedModel:
+    """What ``chunks``, of a rank with the same structure, are on the rank that this process is at the moment."""
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in local_tensors(chunks, chunks[0].config)]
     parameters: Counter[str] = Counter()
     for name, shape in tensors:
         parameters[kind_of(name)] += torch.Size(shape).numel()
@@ -166,7 +174,7 @@ def simulated_policy(config: RunConfig, model: HFModel) -> tuple[list[GPTModel],
         for chunk in chunks
         for layer in chunk.decoder.layers
     ]
-    return chunks, SimulatedModel(tensors, parameters, layers, last=any(chunk.post_process for chunk in chunks))
+    return SimulatedModel(tensors, parameters, layers, last=any(chunk.post_process for chunk in chunks))
 
 
 def kind_of(name: str) -> str:

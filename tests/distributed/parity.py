@@ -7,19 +7,16 @@ from pathlib import Path
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import ModelConfig, ParallelConfig
+from megatron_sao.convert.parity import last_stage_logits, pack_tokens
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import HFModel, read_hf_model, transformer_config
-from megatron_sao.trainer.microbatch import MicroBatch, build_microbatches
-from megatron_sao.trainer.trainable import forward_kwargs
+from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.weights.load import load_hf_weights
 from tests import tiny_models
-from tests.trajectories import make_trajectory
 
 TOLERANCE = 5e-6  # of the largest logit
 YARN = {
@@ -103,35 +100,15 @@ def build(path: Path, parallel: ParallelConfig) -> tuple[HFModel, TransformerCon
 
 
 def packed(token_ids: list[torch.Tensor], multiple: int, device: torch.device) -> MicroBatch:
-    trajectories = [
-        make_trajectory(token_ids=s.numpy().astype("int32"), loss_mask=s.numpy() * 0, logprobs=s.numpy() * 0.0,
-                        rewards=s.numpy() * 0.0)
-        for s in token_ids
-    ]  # fmt: skip
-    (batch,) = build_microbatches(trajectories, 0, 1, 1000, multiple, device)
-    return batch
+    return pack_tokens([ids.tolist() for ids in token_ids], multiple, device)
 
 
 @torch.no_grad()
 def logits(
     model: HFModel, chunks: list[GPTModel], parallel: ParallelConfig, device: torch.device
 ) -> torch.Tensor | None:
-    """``[tokens, vocabulary]`` of all sequences, on the ranks of the last pipeline stage; every data-parallel rank
-    computes them."""
-    token_ids = sequences(model.vocab_size)
-    batch = packed(token_ids, parallel.tp, device)
-
-    def step(batches, chunk):
-        return chunk(**forward_kwargs(next(batches))), lambda out: (out.sum(), torch.ones((), dtype=torch.int), out)
-
-    outputs = get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter([batch]), model=chunks[0], num_microbatches=1,
-        seq_length=batch.num_tokens, micro_batch_size=1, forward_only=True,
-    )  # fmt: skip
-    if not outputs:
-        return None
-    whole = gather_from_tensor_model_parallel_region(outputs[0])
-    return whole[0, : sum(map(len, token_ids)), : model.vocab_size]
+    """``[tokens, vocabulary]`` of all sequences, on the ranks of the last pipeline stage."""
+    return last_stage_logits(model, chunks, packed(sequences(model.vocab_size), parallel.tp, device))
 
 
 @torch.no_grad()

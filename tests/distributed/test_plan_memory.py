@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_sao.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_policy
+from megatron_sao.models.dsa import Indexer
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.plan.activations import Layer, Tokens
-from megatron_sao.plan.simulate import LayerKind
+from megatron_sao.plan.activations import Layer, Tokens, activations
+from megatron_sao.plan.simulate import LayerKind, SimulatedModel
 from megatron_sao.trainer.policy import Policy
-from megatron_sao.trainer.trainable import Trainable
+from megatron_sao.trainer.trainable import Trainable, forward_kwargs
 from tests import tiny_models
+from tests.distributed.offline import offline_config
 from tests.distributed.parity import packed
 from tests.distributed.walk_plan_memory import CASES
 
@@ -73,6 +77,7 @@ ARCHITECTURES: dict[str, Callable[[Path], Path]] = {
     "qwen3_moe": tiny_models.write_qwen3_moe,
     # heads of one width: for others a CPU's attention has no kernel, and keeps a matrix of all pairs
     "deepseek_v3": lambda path: tiny_models.write_deepseek_v3(path, v_head_dim=16),
+    "glm_moe_dsa": tiny_models.write_glm_moe_dsa,
 }
 
 
@@ -99,6 +104,43 @@ def test_activations_are_what_autograd_keeps(
         else sum(layer.kept(kind, recompute == "selective") for kind in kinds)
     )
     assert layers + layer.last_stage == pytest.approx(kept, rel=0.07)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("frequency", [1, 2])
+def test_choices_of_sparse_attention_have_the_bytes_foretold(
+    frequency: int, recompute: str, world: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept where layers share them or are not recomputed; else each is gone when its layer has run."""
+    config = offline_config(
+        tiny_models.write_glm_moe_dsa(tmp_path / "model", index_topk_freq=frequency),
+        model={"path": str(tmp_path / "model"), "recompute": recompute},
+        rollout={"environment": "unused:Unused", "max_tokens": 64},
+        parallel={"max_tokens_per_microbatch": 64},
+    )
+    model = read_hf_model(config.model.path)
+    megatron = transformer_config(model, config.model, config.parallel)
+    chunks = build_policy(model, megatron, "native")
+    chosen: list[weakref.ref[torch.Tensor]] = []
+    choose = Indexer._choose
+
+    def noted(self: Indexer, *inputs: torch.Tensor) -> torch.Tensor:
+        choice = choose(self, *inputs)
+        chosen.append(weakref.ref(choice))
+        return choice
+
+    monkeypatch.setattr(Indexer, "_choose", noted)
+    batch = packed([torch.arange(64) % model.vocab_size], 1, world.device)
+    output = chunks[0].train()(**forward_kwargs(batch))
+    alive = sum(choice.nbytes for reference in chosen if (choice := reference()) is not None)
+    indexers = 4 if frequency == 1 else 3
+    layers = [LayerKind(moe=layer > 0, indexer=layer < indexers) for layer in range(4)]
+    stage = SimulatedModel([("output_layer.weight", (1, 1))], Counter(), layers, last=True)
+    working = Layer(model, megatron, Tokens.at_most(config)).choosing
+    assert activations(config, model, megatron, 0, stage).selections - working == max(alive, 64 * 5 * 4)
+    assert alive == (0 if recompute == "full" and frequency == 1 else 64 * 5 * 4 * indexers)
+    output.sum().backward()
+    assert len(chosen) == (8 if recompute == "full" and frequency == 1 else indexers)
 
 
 def kept_bytes(trainable: Trainable, forward: Callable[[], torch.Tensor]) -> int:

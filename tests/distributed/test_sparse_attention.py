@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from megatron_sao.config import ModelConfig, ParallelConfig
+from megatron_sao.models import attention
+from megatron_sao.models.attention import AttentionToChosen
 from megatron_sao.models.backend import Backend
 from megatron_sao.models.dsa import Indexer, SparseSDPA
 from megatron_sao.models.hf import read_hf_model, transformer_config
@@ -50,9 +54,18 @@ def indexer_parameters(trainable: Trainable) -> dict[str, torch.nn.Parameter]:
     return found
 
 
+@pytest.fixture
+def blocks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "QUERIES", 4)
+
+
+@pytest.mark.parametrize("block", [4, 512])
 @pytest.mark.parametrize("first", [0, 11])
-def test_the_best_keys_before_a_query_are_chosen_and_of_equal_ones_the_earlier(indexer: Indexer, first: int) -> None:
+def test_the_best_keys_before_a_query_are_chosen_and_of_equal_ones_the_earlier(
+    indexer: Indexer, first: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small integers make many scores equal; ``first``: queries of a context-parallel rank, which see more keys."""
+    monkeypatch.setattr(attention, "QUERIES", block)
     generator = torch.Generator().manual_seed(first)
     n, heads, dim, top_k = 9, indexer.heads, indexer.dim, indexer.top_k
     queries, keys, weights = (
@@ -60,13 +73,68 @@ def test_the_best_keys_before_a_query_are_chosen_and_of_equal_ones_the_earlier(i
         for shape in ((n, heads, dim), (first + n, dim), (n, heads))
     )
     chosen = indexer._choose(queries, keys, weights)
+    assert (chosen.dtype, chosen.shape) == (torch.int32, (n, top_k))
     for row in range(n):
         scores = [
             sum(float(weights[row, h]) * max(0.0, float(queries[row, h] @ key)) for h in range(heads))
             for key in keys[: first + row + 1]
         ]
         best = sorted(range(len(scores)), key=lambda position: (-scores[position], position))[:top_k]
-        assert chosen[row].nonzero().flatten().tolist() == sorted(best)
+        filled = sorted(best) + [0] * (top_k - len(best))
+        assert chosen[row].tolist() == filled
+
+
+def qkv_and_chosen(n: int, m: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Of two heads; every query, the last of which sees all keys, has chosen itself and some before it."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (n, 2, 6), (m, 2, 6), (m, 2, 10)
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    own = torch.arange(m - n, m)[:, None]
+    before = (torch.rand(n, 3, generator=generator) * (own + 1)).int()
+    return tensors, torch.cat([own.int(), before], dim=1)
+
+
+@pytest.mark.usefixtures("blocks_of_four")
+@pytest.mark.parametrize("m", [10, 23])
+def test_attention_to_chosen_keys_and_its_gradient_are_those_of_softmax_over_them(m: int) -> None:
+    (query, key, value), chosen = qkv_and_chosen(10, m)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 0.3
+    seen = torch.zeros(10, m, dtype=torch.bool)
+    for row, keys in enumerate(chosen.tolist()):
+        seen[row, keys] = True
+    expected = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    actual = AttentionToChosen.apply(query, key, value, chosen, 0.3)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad(output, (query, key, value), direction) for output in (actual, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.usefixtures("blocks_of_four")
+def test_no_tensor_of_all_queries_and_keys_ever_exists(indexer: Indexer) -> None:
+    n = 240
+    (query, key, value), chosen = qkv_and_chosen(n, n)
+    inputs = torch.randn(n, indexer.heads, indexer.dim), torch.randn(n, indexer.dim), torch.randn(n, indexer.heads)
+    with Largest() as choice:
+        indexer._choose(*inputs)
+    with Largest() as work:
+        AttentionToChosen.apply(query, key, value, chosen, None).sum().backward()
+    assert query.grad.any() and 4 * n <= choice.elements
+    assert max(choice.elements, work.elements) <= n * n / 10
 
 
 def test_a_sequence_no_longer_than_the_choice_is_left_to_causal_attention(indexer: Indexer) -> None:

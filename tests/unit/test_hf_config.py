@@ -66,7 +66,10 @@ def test_the_published_fields_of_glm_5_are_accepted(tmp_path: Path) -> None:
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("llama", {"mlp_bias": True}, "mlp_bias = true"),
+        ("llama", {"attention_bias": True}, "attention_bias = true for llama"),
         ("qwen3", {"attention_bias": True}, "attention_bias = true for qwen3"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias = true for qwen3_moe"),
+        ("glm_moe_dsa", {"attention_bias": True}, "attention_bias = true for glm_moe_dsa"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = true"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types with 'sliding_attention'"),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type = 'dynamic' for llama"),
@@ -84,6 +87,9 @@ def test_the_published_fields_of_glm_5_are_accepted(tmp_path: Path) -> None:
         ("deepseek_v3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = true for deepseek_v3"),
         ("deepseek_v3", {"topk_group": 3}, "topk_group = 3 with num_experts_per_tok = 4"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group = 1 with num_experts_per_tok = 4"),
+        ("glm4_moe", {"n_group": 8, "topk_group": 4}, "topk_group = 4 with num_experts_per_tok = 4"),
+        ("glm_moe_dsa", {"n_group": 2, "topk_group": 1}, "topk_group = 1 with num_experts_per_tok = 4"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = false for deepseek_v3"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' for deepseek_v3"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
@@ -101,6 +107,16 @@ def test_what_is_not_implemented_is_refused_by_field_and_value(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{sentence}.* in {tmp_path}/config.json is not implemented"):
         read_hf_model(write(tmp_path, model_type, **changes))
+
+
+@pytest.mark.parametrize(("n_group", "topk_group", "experts_per_token"), [(4, 2, 4), (4, 2, 5), (8, 4, 8)])
+def test_groups_of_which_the_best_two_experts_count_here_as_in_the_model_are_accepted(
+    n_group: int, topk_group: int, experts_per_token: int, tmp_path: Path
+) -> None:
+    groups = {"n_group": n_group, "topk_group": topk_group, "num_experts_per_tok": experts_per_token}
+    config = megatron(tmp_path, "deepseek_v3", **groups)
+    assert config.moe_router_num_groups == n_group
+    assert config.moe_router_topk // config.moe_router_group_topk == 2
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
