@@ -150,7 +150,8 @@ async def straw_queue(directory: Path, clients: int, count: int) -> AsyncIterato
 
 @asynccontextmanager
 async def transfer_queue(directory: Path, clients: int, count: int) -> AsyncIterator[Server]:
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "TQ_LOGGING_LEVEL": "ERROR"}
+    # Ray gives its workers niceness 15, which on a machine with other work would not compare.
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "TQ_LOGGING_LEVEL": "ERROR"}
     import ray
     import torch
     import transfer_queue as queue
