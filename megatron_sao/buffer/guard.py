@@ -67,7 +67,7 @@ class Guard:
         try:
             refusal = await self._read(scope["path"], body, receive)
             if refusal is None:
-                await self._app(scope, _replay(bytes(body), receive), send)
+                await self._app(scope, _replay(body, receive), send)
             else:
                 await refusal(scope, receive, send)
         except _Gone:
@@ -116,7 +116,7 @@ class _Gone(Exception):
     """The client has left."""
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytearray, receive: Receive) -> Receive:
     """A receive channel that yields the whole body once and then what really comes: the disconnect."""
     first = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -50,12 +50,13 @@ class Segments:
         if self._active is None:
             self._open()
         offset = self._sizes[self._active]
-        view = memoryview(_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload)
         try:
-            while view:
-                written = os.write(self._file, view)
-                self._sizes[self._active] += written
-                view = view[written:]
+            for part in (_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)), payload):
+                view = memoryview(part)
+                while view:
+                    written = os.write(self._file, view)
+                    self._sizes[self._active] += written
+                    view = view[written:]
         except OSError:
             self.close()  # what was half-written is never referenced
             raise

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from megatron_sao.buffer.client import AsyncBufferClient
+from megatron_sao.buffer.client import AsyncBufferClient, BufferError
 from megatron_sao.buffer.store import Store
 from megatron_sao.data.tasks import load_tasks
 from tests.system.buffer_process import TOKEN, Buffer, serve_engine
@@ -99,8 +99,7 @@ class Load:
             self._ruling = (self._incarnation, step)
             for engine in self._trainer.engines():
                 if engine.state != "clean":
-                    self._trainer.mark_engine(engine.id, "dirty", None, self._incarnation)
-                    self._trainer.mark_engine(engine.id, "clean", f"{self._incarnation}.{step}", self._incarnation)
+                    self._push(engine, f"{self._incarnation}.{step}")
             entries = self._trainer.batch("rl", step, self._incarnation, BATCH, step, wait=0.2)
             if entries is None:
                 continue
@@ -111,6 +110,13 @@ class Load:
             step += 1
             if step % COMMIT_EVERY == 0:
                 self._trainer.commit("rl", step, self._incarnation)
+
+    def _push(self, engine, version):
+        self._trainer.mark_engine(engine.id, "dirty", None, self._incarnation)
+        try:
+            self._trainer.mark_engine(engine.id, "clean", version, self._incarnation)
+        except BufferError as error:
+            assert error.status == 409  # a heartbeat that came too late made it dirty once more: push again
 
     def account(self):
         """Every acknowledged trajectory is in one batch, dropped for a listed reason, or held; and no other is."""
@@ -142,6 +148,7 @@ def crash_and_account(directory, kills, seed):
         for _ in range(kills - 1):
             buffer.start(die_at=rng.randint(1, 300))
             buffer.process.join(60)
+            assert load.failures == []
             assert buffer.process.exitcode == -9, f"it did not come to the step it was to die at: {buffer.log()}"
         steps = len(load.served)
         buffer.start()

@@ -1,8 +1,10 @@
-"""``python -m tools.bench.buffer``: the buffer's HTTP server under load, beside Redis streams and the bare disk.
+"""``python -m tools.bench.buffer``: the buffer's HTTP server under load, beside its alternatives and the bare disk.
 
 Everything runs on this machine, one after the other, in fresh processes over one directory (``--dir``), and stores the
-same payloads durably before it acknowledges: the buffer as it always does, Redis with ``--appendonly yes --appendfsync
-always``, the disk by a write and an fsync for each record, and for as many at once as the buffer's group commit takes.
+same bytes: the buffer, durably before it acknowledges; what of Redis, straw-queue and TransferQueue is installed
+(``tools/bench/alternatives.py`` says how durably); the disk by a write and an fsync for each record, and for as many at
+once as the buffer's group commit takes. Every payload is read back, by ``READERS`` at once, and compared. The systems
+take turns ``--rounds`` times; printed are the medians.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +29,13 @@ import aiohttp
 import numpy as np
 import psutil
 
-from megatron_sao.buffer.client import AsyncBufferClient, BufferClient
+from megatron_sao.buffer.client import AsyncBufferClient, BufferClient, Lease
 from megatron_sao.buffer.server import GROUP_LIMIT
 from megatron_sao.config import dump_config, parse_config
 from megatron_sao.data.trajectory import Trajectory
-from megatron_sao.rollout.engine import free_port
+from tools.bench.alternatives import Server, alternatives
 
-TOKEN = "bench"
+TOKEN = "token-of-the-bench"
 VOCABULARY = 150_000
 READERS = 8
 
@@ -45,28 +49,27 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(200, 1, 200), Case(200, 64, 3000), Case(200, 1000, 4000),
-    Case(131_072, 1, 20), Case(131_072, 8, 100), Case(131_072, 64, 100),
+    Case(200, 1, 300), Case(200, 64, 3000), Case(200, 1000, 4000),
+    Case(131_072, 1, 40), Case(131_072, 8, 100), Case(131_072, 64, 200), Case(131_072, 1000, 1000),
 ]  # fmt: skip
 
 
 class Figures(NamedTuple):
-    """``memory``: the server's resident set after the case, in MB; ``cpu``: its CPU time per trajectory, in ms, which
-    other jobs on the machine hardly change. None where there is no server, or it was not looked at."""
+    """``memory``: the servers' resident set after the case, in MB; ``cpu``: their CPU time per trajectory, in ms, which
+    other jobs on the machine hardly change. NaN where there is no server, or it was not looked at."""
 
-    system: str
     per_second: float
     megabytes: float
     p50: float  # ms
     p99: float
-    memory: float | None = None
-    cpu: float | None = None
+    memory: float = math.nan
+    cpu: float = math.nan
 
-    def row(self, case: Case) -> str:
-        memory = "" if self.memory is None else f"{self.memory:.0f} | {self.cpu:.2f}"
+    def row(self, case: Case, system: str) -> str:
+        servers = "" if np.isnan(self.memory) else f"{self.memory:.0f}", "" if np.isnan(self.cpu) else f"{self.cpu:.2f}"
         return (
-            f"| {case.tokens} | {case.writers} | {self.system} | {self.per_second:.0f} | {self.megabytes:.1f} | "
-            f"{self.p50:.1f} | {self.p99:.1f} | {memory or ' | '} |"
+            f"| {case.tokens} | {case.writers} | {system} | {self.per_second:.0f} | {self.megabytes:.1f} | "
+            f"{self.p50:.1f} | {self.p99:.1f} | {servers[0]} | {servers[1]} |"
         )
 
 
@@ -84,33 +87,52 @@ def trajectory(tokens: int, seed: int, **fields: object) -> Trajectory:
     )  # fmt: skip
 
 
-async def timed(
-    jobs: list[bytes] | list[str], workers: int, work: Callable[[int, bytes | str], Awaitable[int]]
-) -> tuple[float, float, float, float]:
-    """``workers`` at once do ``work(worker, job)``, which returns bytes moved. Returns jobs/s, MB/s, p50, p99 (ms)."""
-    queue, latencies, moved = list(reversed(jobs)), [], 0
+async def timed(sizes: list[int], clients: int, work: Callable[[int, int], Awaitable[None]]) -> Figures:
+    """``clients`` at once do ``work(client, number)`` for the payload of each number, of ``sizes[number]`` bytes."""
+    waiting, latencies = list(reversed(range(len(sizes)))), []
 
-    async def worker(number: int) -> None:
-        nonlocal moved
-        while queue:
-            job = queue.pop()
+    async def client(index: int) -> None:
+        while waiting:
+            number = waiting.pop()
             started = time.perf_counter()
-            size = await work(number, job)
-            moved += size
+            await work(index, number)
             latencies.append(time.perf_counter() - started)
 
     started = time.perf_counter()
-    await asyncio.gather(*(worker(number) for number in range(workers)))
-    seconds = time.perf_counter() - started
+    await asyncio.gather(*(client(index) for index in range(clients)))
+    return figures(sizes, time.perf_counter() - started, latencies)
+
+
+def figures(sizes: list[int], seconds: float, latencies: list[float]) -> Figures:
     p50, p99 = np.percentile(latencies, (50, 99)) * 1e3
-    return len(jobs) / seconds, moved / seconds / 1e6, p50, p99
+    return Figures(len(sizes) / seconds, sum(sizes) / seconds / 1e6, p50, p99)
 
 
-# The buffer
+async def measure_server(server: Server, clients: int, payloads: list[bytes]) -> tuple[Figures, Figures]:
+    """In and out."""
+
+    async def write(client: int, number: int) -> None:
+        await server.write(client, number, payloads[number])
+
+    async def read(client: int, number: int) -> None:
+        if await server.read(client, number) != payloads[number]:
+            raise SystemExit(f"payload {number} came back changed")
+
+    sizes = list(map(len, payloads))
+    before = cpu_seconds(server.processes)
+    written = await timed(sizes, clients, write)
+    if server.processes:
+        cpu = (cpu_seconds(server.processes) - before) / len(payloads) * 1e3
+        written = written._replace(memory=sum(p.memory_info().rss for p in server.processes) / 1e6, cpu=cpu)
+    return written, await timed(sizes, READERS, read)
 
 
-@asynccontextmanager
-async def buffer_server(directory: Path) -> AsyncIterator[tuple[str, str, psutil.Process]]:
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+
+@contextmanager
+def buffer_process(directory: Path) -> Iterator[tuple[str, str, psutil.Process]]:
     """(URL, run id, process) of a fresh buffer with visits for any number of trajectories."""
     (directory / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
     (directory / "tasks.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(1000)))
@@ -128,7 +150,7 @@ async def buffer_server(directory: Path) -> AsyncIterator[tuple[str, str, psutil
         while not (directory / "buffer.json").exists():
             if process.poll() is not None:
                 raise SystemExit("the buffer did not start; see above")
-            await asyncio.sleep(0.05)
+            time.sleep(0.05)
         url = json.loads((directory / "buffer.json").read_text())["url"]
         yield url, (directory / "run_id").read_text().strip(), psutil.Process(process.pid)
     finally:
@@ -136,160 +158,109 @@ async def buffer_server(directory: Path) -> AsyncIterator[tuple[str, str, psutil
         process.wait()
 
 
-async def measure_buffer(directory: Path, case: Case) -> list[Figures]:
-    async with buffer_server(directory) as (url, run_id, process):
-        trainer, client = BufferClient(url, TOKEN), AsyncBufferClient(url, TOKEN)
-        trainer.register_trainer(run_id, 0)
-        await client.register_engine("e", "http://e", 1)
-        trainer.mark_engine("e", "dirty", None, 1)
-        trainer.mark_engine("e", "clean", "1.0", 1)
-        leases = await client.lease("bench", case.count, 0)
-        bodies = [
+@asynccontextmanager
+async def buffer(directory: Path, case: Case) -> AsyncIterator[tuple[Server, list[bytes]]]:
+    """A buffer, and the trajectories that it waits for."""
+    with buffer_process(directory) as (url, run_id, process):
+        leases = await leases_of(url, run_id, case.count)
+        payloads = [
             trajectory(
-                case.tokens, seed, id=str(seed), run_id=run_id, task_id=lease.task["id"], epoch=lease.epoch,
+                case.tokens, number, id=str(number), run_id=run_id, task_id=lease.task["id"], epoch=lease.epoch,
                 attempt=lease.attempt,
             ).encode()
-            for seed, lease in enumerate(leases)
+            for number, lease in enumerate(leases)
         ]  # fmt: skip
         headers = {"Authorization": f"Bearer {TOKEN}"}
         async with aiohttp.ClientSession(url, headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http:
 
-            async def write(_: int, body: bytes) -> int:
+            async def write(client: int, number: int, payload: bytes) -> None:
                 while True:
-                    async with http.post("/v1/trajectories", data=body) as response:
+                    async with http.post("/v1/trajectories", data=payload) as response:
                         if response.status == 429:  # too many large bodies at once: come again, as every client does
                             await asyncio.sleep(0.05)
                             continue
                         if (await response.json()) != {"result": "accepted"}:
                             raise SystemExit(f"the buffer answered {response.status}: {await response.text()}")
-                        return len(body)
+                        return
 
-            async def read(_: int, id: str) -> int:
-                async with http.get(f"/v1/trajectories/{id}") as response:
-                    return len(await response.read())
+            async def read(client: int, number: int) -> bytes:
+                async with http.get(f"/v1/trajectories/{number}") as response:
+                    return await response.read()
 
-            before = cpu_seconds(process)
-            figures_in = await timed(bodies, case.writers, write)
-            cpu = (cpu_seconds(process) - before) / case.count * 1e3
-            memory = process.memory_info().rss / 1e6
-            figures_out = await timed([str(i) for i in range(case.count)], READERS, read)
-        await client.close()
-        trainer.close()
-    return [Figures("buffer, in", *figures_in, memory, cpu), Figures("buffer, out", *figures_out)]
+            yield Server(write, read, [process]), payloads
 
 
-# Redis
+async def leases_of(url: str, run_id: str, count: int) -> list[Lease]:
+    trainer, client = BufferClient(url, TOKEN), AsyncBufferClient(url, TOKEN)
+    trainer.register_trainer(run_id, 0)
+    await client.register_engine("e", "http://e", 1)
+    trainer.mark_engine("e", "dirty", None, 1)
+    trainer.mark_engine("e", "clean", "1.0", 1)
+    leases = await client.lease("bench", count, 0)
+    await client.close()
+    trainer.close()
+    return leases
 
 
-async def measure_redis(directory: Path, case: Case, bodies: list[bytes]) -> list[Figures]:
-    port = free_port("127.0.0.1")
-    options = ["--port", str(port), "--dir", str(directory), "--appendonly", "yes", "--appendfsync", "always"]
-    process = subprocess.Popen(["redis-server", *options, "--save", ""], stdout=subprocess.DEVNULL)
-    try:
-        connections = [await connect_redis(port) for _ in range(max(case.writers, READERS))]
-
-        async def write(number: int, body: bytes) -> int:
-            await command(*connections[number], b"XADD", b"t", b"*", b"d", body)
-            return len(body)
-
-        before = cpu_seconds(psutil.Process(process.pid))
-        figures_in = await timed(bodies, case.writers, write)
-        cpu = (cpu_seconds(psutil.Process(process.pid)) - before) / case.count * 1e3
-        memory = psutil.Process(process.pid).memory_info().rss / 1e6
-        reply = await command(*connections[0], b"XINFO", b"STREAM", b"t")
-        if int(reply[1]) != len(bodies):
-            raise SystemExit(f"Redis holds {reply[1]} entries, not {len(bodies)}")
-        for _, writer in connections:
-            writer.close()
-        return [Figures("Redis stream, in", *figures_in, memory, cpu)]
-    finally:
-        process.kill()
-        process.wait()
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-async def connect_redis(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    for _ in range(200):
-        try:
-            return await asyncio.open_connection("127.0.0.1", port, limit=2**26)
-        except ConnectionRefusedError:
-            await asyncio.sleep(0.05)
-    raise SystemExit("redis-server did not start")
-
-
-async def command(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *parts: bytes) -> object:
-    """One command of the Redis protocol, and its reply."""
-    writer.write(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
-    await writer.drain()
-    return await reply(reader)
-
-
-async def reply(reader: asyncio.StreamReader) -> object:
-    line = (await reader.readline()).rstrip()
-    kind, rest = line[:1], line[1:]
-    if kind == b"*":
-        return [await reply(reader) for _ in range(int(rest))]
-    if kind == b"$":
-        return None if rest == b"-1" else (await reader.readexactly(int(rest) + 2))[:-2]
-    if kind == b"-":
-        raise SystemExit(f"Redis answered {rest.decode()}")
-    return rest
-
-
-# The disk
-
-
-def measure_disk(directory: Path, bodies: list[bytes], group: int) -> Figures:
+def measure_disk(directory: Path, payloads: list[bytes], group: int) -> Figures:
     """Sequential writes of ``group`` records each, then an fsync."""
     latencies = []
     with (directory / "disk").open("wb", buffering=0) as file:
         started = time.perf_counter()
-        for first in range(0, len(bodies), group):
+        for first in range(0, len(payloads), group):
             begun = time.perf_counter()
-            file.write(b"".join(bodies[first : first + group]))
+            file.write(b"".join(payloads[first : first + group]))
             os.fsync(file.fileno())
             latencies.append(time.perf_counter() - begun)
         seconds = time.perf_counter() - started
-    name = "disk, fsync each" if group == 1 else f"disk, fsync per {group}"
-    p50, p99 = np.percentile(latencies, (50, 99)) * 1e3
-    return Figures(name, len(bodies) / seconds, sum(map(len, bodies)) / seconds / 1e6, p50, p99)
+    return figures(list(map(len, payloads)), seconds, latencies)
 
 
-async def measure(case: Case, parent: Path | None) -> list[Figures]:
-    fields = {"run_id": "bench", "task_id": "t", "epoch": 0, "attempt": 1}
-    bodies = [trajectory(case.tokens, seed, id=str(seed), **fields).encode() for seed in range(case.count)]
-    figures = []
-    for system in ("buffer", "redis", "disk"):
+async def measure(case: Case, parent: Path | None) -> dict[str, Figures]:
+    """One round, by system."""
+
+    @contextmanager
+    def fresh() -> Iterator[Path]:
         directory = Path(tempfile.mkdtemp(prefix="bench-", dir=parent))
         try:
-            if system == "buffer":
-                figures += await measure_buffer(directory, case)
-            elif system == "disk":
-                figures += [measure_disk(directory, bodies, group) for group in (1, min(case.writers, GROUP_LIMIT))]
-            elif shutil.which("redis-server"):
-                figures += await measure_redis(directory, case, bodies)
+            os.sync()  # what the one before has left for later
+            yield directory
         finally:
-            shutil.rmtree(directory)
-    return figures if case.writers > 1 else figures[:-1]
+            shutil.rmtree(directory, ignore_errors=True)  # Ray's processes may still be writing their logs
+
+    result = {}
+    with fresh() as directory:
+        async with buffer(directory, case) as (server, payloads):
+            result["buffer, in"], result["buffer, out"] = await measure_server(server, case.writers, payloads)
+    for name, start, _ in alternatives():
+        if start:
+            with fresh() as directory:
+                async with start(directory, max(case.writers, READERS), case.count) as server:
+                    result[f"{name}, in"], result[f"{name}, out"] = await measure_server(server, case.writers, payloads)
+    for group in sorted({1, min(case.writers, GROUP_LIMIT)}):
+        with fresh() as directory:
+            result[f"disk, fsync per {group}"] = measure_disk(directory, payloads, group)
+    return result
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="where to write (default: the temporary directory)")
-    parser.add_argument("--only", type=int, help="cases of this many tokens alone")
-    arguments = parser.parse_args(argv)
-    if not shutil.which("redis-server"):
-        print("redis-server is not installed here: no figures for Redis", file=sys.stderr)
+    parser.add_argument("--tokens", type=int, help="cases of this many tokens alone")
+    parser.add_argument("--writers", type=int, help="cases of this many writers alone")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(argv)
+    for name, start, package in alternatives():
+        if start is None:
+            print(f"{name} is left out, for want of it: install {package}", file=sys.stderr)
     print("| tokens | writers | system | per second | MB/s | p50 ms | p99 ms | RSS MB | CPU ms |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        if arguments.only in (None, case.tokens):
-            for figures in asyncio.run(measure(case, arguments.dir)):
-                print(figures.row(case), flush=True)
+        if options.tokens in (None, case.tokens) and options.writers in (None, case.writers):
+            rounds = [asyncio.run(measure(case, options.dir)) for _ in range(options.rounds)]
+            for system in rounds[0]:
+                medians = Figures(*map(statistics.median, zip(*(round[system] for round in rounds), strict=True)))
+                print(medians.row(case, system), flush=True)
 
 
 if __name__ == "__main__":

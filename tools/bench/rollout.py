@@ -3,8 +3,8 @@
 One SGLang server; ``--concurrency`` episodes at once, each of ``--turns`` turns with an observation in between.
 *Straight*: coroutines that post to ``/generate`` and read the answer, nothing else. *Worker*: the product's Worker,
 Player, Session and EngineClient with an environment that plays the same turns; visits come from memory, and every
-trajectory is encoded as for the buffer. Both ask with the same parameters. They take turns, ``--rounds`` each, and the
-medians are compared.
+trajectory is encoded as for the buffer. Both ask with the same parameters. They take turns, ``--rounds`` each, in
+alternating order, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import aiohttp
 from megatron_sao.buffer.client import EngineInfo, Lease
 from megatron_sao.config import RunConfig, SamplingConfig, parse_config
 from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout.client import EngineClient, ModelLimits, _sampling_params
-from megatron_sao.rollout.engine import INITIAL_VERSION, free_port
+from megatron_sao.rollout.engine import INITIAL_VERSION
 from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
 from megatron_sao.rollout.worker import Player, Worker
 
@@ -140,10 +141,11 @@ async def compare(config: RunConfig, options: argparse.Namespace, url: str, toke
         await straight(config, load, url, token, "warm-up", options.concurrency)
         rates: dict[str, list[float]] = {"straight": [], "worker": []}
         for round in range(options.rounds):
-            for name, measured in (
+            pair = (
                 ("straight", lambda key: straight(config, load, url, token, key, options.episodes)),
                 ("worker", lambda key: through_worker(config, player, key, options.episodes)),
-            ):
+            )
+            for name, measured in pair if round % 2 == 0 else reversed(pair):  # whatever drifts favours neither
                 rates[name].append(await rate(lambda m=measured, key=f"{name} {round}": m(key)))
                 print(f"{name}: {rates[name][-1]:.0f} tokens/s", flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
@@ -160,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--episodes", type=int, default=192, help="of one round")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="per turn")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args(argv)
     token = os.environ["MEGATRON_SAO_TOKEN"] = secrets.token_urlsafe(16)
     arguments = {
@@ -178,9 +180,9 @@ def main(argv: list[str] | None = None) -> None:
             "engine": {"sglang": {"max_running_requests": options.concurrency}},
         }
     )  # fmt: skip
-    port = free_port("127.0.0.1")
-    command, environment = sglang_command(config, port, options.model, INITIAL_VERSION)
-    with tempfile.TemporaryDirectory() as logs:
+    with reserve_port("127.0.0.1") as reserved, tempfile.TemporaryDirectory() as logs:
+        port = port_of(reserved)
+        command, environment = sglang_command(config, port, options.model, INITIAL_VERSION)
         server = SupervisedProcess("sglang", command, environment, Path(logs))
         server.start()
         try:
