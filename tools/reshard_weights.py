@@ -10,7 +10,7 @@
 `plan` needs no weights, only config.json. `push` and `verify` read the engines' key from MEGATRON_SAO_TOKEN. `push`
 loads the model under the layout given, on ranks that it starts itself, and verifies what it has pushed if SGLang's
 layout of the model is known. `reshard` writes a Megatron checkpoint anew, so that ranks of the given layout read the
-fewest bytes; while it works it needs the disk for a Hugging Face copy beside OUT. Exit code 1 with a sentence on
+fewest bytes; while it works it needs the disk for a Hugging Face copy beside OUT. Exit code 2 with a sentence on
 failure.
 """
 
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         return COMMANDS[options.command](options)
     except (ConfigError, PushError, WeightMismatch) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def plan(options: argparse.Namespace) -> int:

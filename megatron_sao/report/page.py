@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sao.config import ConfigError
 from megatron_sao.report.run_files import RunFiles
 from megatron_sao.report.text import TokenText
 
@@ -92,9 +93,16 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 
 
 def main(run_dir: Path, out: Path | None) -> int:
-    """Write the report to ``out``, by default ``<run_dir>/report.html``. Returns the exit code."""
-    out = out or run_dir / "report.html"
-    out.write_text(render(RunFiles(run_dir)), encoding="utf-8")
+    """Write the report to ``out``, by default ``<run_dir>/report.html``. Returns the exit code.
+
+    Raises:
+        ConfigError: no run, no metrics yet, or files of another version; or ``out`` cannot be written.
+    """
+    out, text = out or run_dir / "report.html", render(RunFiles(run_dir))
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; name a file in a directory") from error
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0
 
@@ -116,6 +124,8 @@ def render(files: RunFiles) -> str:
 def payload(files: RunFiles) -> dict[str, Any]:
     """What the page shows: ``run`` (facts), ``sections`` of charts with their curves, and ``samples``."""
     curves = _curves(files.events())
+    if not curves:
+        raise ConfigError(f"{files.path} holds no metrics yet; `megatron-sao status` says how far the run is")
     text = TokenText(files.config.model.path if files.config else None)
     algorithm = files.config.algorithm if files.config else None
     return {

@@ -40,6 +40,7 @@ _SHARES = 6  # parts of the step that are named
 def main(run_dir: Path, watch: float | None) -> int:
     """Print the status once, or again and again every ``watch`` seconds until interrupted. Returns the exit code."""
     files = RunFiles(run_dir)
+    files.events()  # raises ConfigError for what `metrics` would not understand
     metrics = Metrics(run_dir / "metrics.jsonl", files.steps)
     try:
         while True:

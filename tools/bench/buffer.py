@@ -29,7 +29,7 @@ from megatron_sao.buffer.client import AsyncBufferClient, BufferClient
 from megatron_sao.buffer.server import GROUP_LIMIT
 from megatron_sao.config import dump_config, parse_config
 from megatron_sao.data.trajectory import Trajectory
-from megatron_sao.rollout.engine import free_port
+from megatron_sao.launch.ports import port_of, reserve_port
 
 TOKEN = "bench"
 VOCABULARY = 150_000
@@ -182,7 +182,8 @@ async def measure_buffer(directory: Path, case: Case) -> list[Figures]:
 
 
 async def measure_redis(directory: Path, case: Case, bodies: list[bytes]) -> list[Figures]:
-    port = free_port("127.0.0.1")
+    with reserve_port("127.0.0.1") as free:
+        port = port_of(free)
     options = ["--port", str(port), "--dir", str(directory), "--appendonly", "yes", "--appendfsync", "always"]
     process = subprocess.Popen(["redis-server", *options, "--save", ""], stdout=subprocess.DEVNULL)
     try:

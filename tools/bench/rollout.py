@@ -26,9 +26,10 @@ import aiohttp
 from megatron_sao.buffer.client import EngineInfo, Lease
 from megatron_sao.config import RunConfig, SamplingConfig, parse_config
 from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout.client import EngineClient, ModelLimits, _sampling_params
-from megatron_sao.rollout.engine import INITIAL_VERSION, free_port
+from megatron_sao.rollout.engine import INITIAL_VERSION
 from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_serving
 from megatron_sao.rollout.worker import Player, Worker
 
@@ -178,7 +179,8 @@ def main(argv: list[str] | None = None) -> None:
             "engine": {"sglang": {"max_running_requests": options.concurrency}},
         }
     )  # fmt: skip
-    port = free_port("127.0.0.1")
+    with reserve_port("127.0.0.1") as free:
+        port = port_of(free)
     command, environment = sglang_command(config, port, options.model, INITIAL_VERSION)
     with tempfile.TemporaryDirectory() as logs:
         server = SupervisedProcess("sglang", command, environment, Path(logs))
