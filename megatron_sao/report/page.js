@@ -16,7 +16,8 @@ function el(name, attributes = {}, ...children) {
 function format(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size >= 1e6 && size < 1e12) return size < 1e9 ? `${+(value / 1e6).toPrecision(4)}M` : `${+(value / 1e9).toPrecision(4)}G`;
+  if (size !== 0 && (size < 1e-3 || size >= 1e12)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(+value.toPrecision(4));
 }
 
@@ -183,12 +184,21 @@ function figure(chart, weight) {
   return el("figure", {}, el("figcaption", {}, chart.title), svg, legend);
 }
 
+const still = (chart) => chart.series.every((s) => s.y.every((y) => y === s.y[0]));
+
+function drawSection(section, n, weight) {  // of what no chart was made for, that which never changes is only listed
+  const listed = section.title.startsWith("Everything else") ? section.charts.filter(still) : [];
+  const drawn = section.charts.filter((chart) => !listed.includes(chart));
+  const parts = [el("h2", { id: `section-${n}` }, section.title)];
+  parts.push(el("div", { class: "grid" }, ...drawn.map((chart) => figure(chart, weight))));
+  const names = listed.map((chart) => el("span", {}, `${chart.title} ${format(chart.series[0].y[0])}`));
+  if (names.length) parts.push(el("p", { class: "still" }, "always the same: ", ...names));
+  return parts;
+}
+
 function drawCharts() {
   const weight = +$("smoothing").value;
-  $("charts").replaceChildren(...data.sections.flatMap((section, n) => [
-    el("h2", { id: `section-${n}` }, section.title),
-    el("div", { class: "grid" }, ...section.charts.map((chart) => figure(chart, weight))),
-  ]));
+  $("charts").replaceChildren(...data.sections.flatMap((section, n) => drawSection(section, n, weight)));
 }
 
 // Samples

@@ -23,6 +23,7 @@ MAX_COLUMNS = 160  # of a heat map
 MAX_SAMPLES = 400
 _HERE = Path(__file__).parent
 _EVENT_KEYS = {"time", "stage", "step"}
+_OF_EVALUATIONS = ("eval/", "mismatch/", "time/eval", "time/mismatch")  # drawn as points, never smoothed
 _OF_A_STEP = {"time/step", "idle_fraction"}  # evaluations have them too
 
 
@@ -83,8 +84,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Throughput": (
         Chart("Seconds of a step by phase", (
-            "time/wait", "time/values", "time/critic", "time/policy", "time/push", "time/eval", "time/mismatch",
+            "time/wait", "time/values", "time/critic", "time/policy", "time/push",
         ), "area"),
+        Chart("Seconds of an evaluation", ("time/eval", "time/mismatch")),
         Chart("Tokens per second", ("tokens_per_second",)),
         Chart("Share of the step spent waiting for data", ("idle_fraction",)),
         Chart("Batch: tokens and action tokens", ("train/tokens", "train/action_tokens")),
@@ -198,7 +200,7 @@ def _chart(stage: str, chart: Chart, members: list[str], curves: Curves) -> dict
 
 def _series(name: str, curve: Curve, points: int) -> dict[str, Any]:
     steps, values = _thinned(curve, points)
-    return {"name": name, "x": steps, "y": values, "eval": name.startswith(("eval/", "mismatch/"))}
+    return {"name": name, "x": steps, "y": values, "eval": name.startswith(_OF_EVALUATIONS)}
 
 
 def _thinned(curve: Curve, points: int) -> tuple[list[int], list[float | None]]:

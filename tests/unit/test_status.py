@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_sao.cli import main as cli
+from megatron_sao.config import load_config
 from tests.recorded_run import write_run
 
 
@@ -59,3 +60,18 @@ def test_a_report_that_cannot_be_written_is_a_sentence_and_exit_code_2(tmp_path,
     write_run(tmp_path / "run")
     assert cli(["report", str(tmp_path / "run"), "--out", str(tmp_path / "nowhere" / "x.html")]) == 2
     assert "x.html cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_called_complete_and_a_client_that_left_is_no_error(tmp_path, capsys):
+    run = tmp_path / "run"
+    write_run(run)
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    (run / "checkpoints" / "latest").write_text(f"rl-{load_config(run / 'config.yaml').rl.steps}\n")
+    (run / "logs" / "trainer.log").unlink()
+    line = "[http_server] Error: Request is disconnected from the client side (type 1)"
+    (run / "logs" / "sglang-0.log").write_text(line)
+    assert cli(["status", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"complete, its policy is in {run / 'hf'}" in shown
+    assert "none in the logs" in shown
