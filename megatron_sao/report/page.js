@@ -174,12 +174,19 @@ function pointer(svg, x, tell) {
   svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); hideTip(); });
 }
 
+function commonPrefix(names) {  // up to a "/" or "_"
+  let n = 0;
+  while (names.length > 1 && n < names[0].length && names.every((name) => name[n] === names[0][n])) n += 1;
+  return names[0].slice(0, n).match(/^(.*[/_])?/)[0];
+}
+
 function figure(chart, weight) {
   const svg = el("svg", { viewBox: `0 0 ${W} ${H}`, role: "img" });
   ({ area: areas, heat }[chart.kind] || lines)(svg, chart, weight);
   const legend = el("ul");
+  const own = chart.kind === "area" ? commonPrefix(chart.series.map((s) => s.name)).length : 0;
   if (chart.kind !== "heat") chart.series.forEach((s, k) =>
-    legend.append(el("li", { style: `--colour: var(--c${k % 8})` }, `${s.name} ${format(s.y.at(-1))}`)));
+    legend.append(el("li", { style: `--colour: var(--c${k % 8})` }, `${s.name.slice(own)} ${format(s.y.at(-1))}`)));
   else legend.append("share of action tokens, stronger is more; the dashed lines are DIS's band");
   return el("figure", {}, el("figcaption", {}, chart.title), svg, legend);
 }
@@ -266,7 +273,8 @@ function search() {
     details.hidden = !matches(details.sample, $("search").value);
     found += !details.hidden;
   }
-  $("count").textContent = `${found} of ${data.samples.length} trajectories`;
+  $("count").textContent = data.samples.length ? `${found} of ${data.samples.length} trajectories`
+    : "the run has written none (logging.samples_every)";
 }
 
 function openFirst() {

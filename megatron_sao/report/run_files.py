@@ -18,7 +18,8 @@ from megatron_sao.data.batches import STAGES
 PROBE_SECONDS = 3.0  # that a buffer may take to say that it is there
 # A request that a client gave up is none: SGLang calls it one whenever a worker stops.
 _ERROR = re.compile(
-    r"^(?!.*Request is disconnected from the client).*\b(ERROR|CRITICAL|ALARM|[A-Za-z.]*(Error|Exception|Failed|Broken)\b:)"
+    r"^(?!.*Request is disconnected from the client)"
+    r".*\b(ERROR|CRITICAL|ALARM|[A-Za-z.]*(Error|Exception|Failed|Broken)\b:)"
 )
 _CHECKPOINT = re.compile(rf"({'|'.join(STAGES)})-\d+")
 _LOG_TAIL = 200_000  # bytes of each log that are searched
