@@ -108,6 +108,7 @@ def test_a_bad_node_is_named_before_anything_starts(submit):
     assert (job.run_dir / "config.yaml").is_file(), "it can be submitted again"
 
 
+@pytest.mark.slow  # two rounds of checks, and what a requeue waits
 def test_a_site_may_have_the_job_go_on_without_a_bad_node(submit, cluster):
     site = {"SAO_PREFLIGHT": "120", "SAO_BAD_NODES": "exclude", "FAKE_BAD_NODE": "n2"}
     job = submit({"trainer": "succeed"}, "--nodes=1,1,1", **site)
