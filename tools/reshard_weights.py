@@ -11,7 +11,7 @@
 loads the model under the layout given, on ranks that it starts itself, and verifies what it has pushed if SGLang's
 layout of the model is known. `reshard` writes a Megatron checkpoint anew, so that ranks of the given layout read the
 fewest bytes. It goes by way of a Hugging Face copy, OUT.hf, which it removes when done: the disk must hold the weights
-twice. Exit code 1 with a sentence on failure.
+twice. Exit code 2 with a sentence on failure.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         return COMMANDS[options.command](options)
     except (ConfigError, PushError, WeightMismatch) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -68,8 +68,10 @@ class Database:
             self._connection.execute("BEGIN EXCLUSIVE")
             self._create(path)
             self._connection.execute("COMMIT")
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             self._connection.close()
+            if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+                raise StoreError(500, f"{path} is damaged ({error}); choose a new run directory") from error
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise
             raise StoreError(

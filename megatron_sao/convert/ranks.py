@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import torch.distributed as dist
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_sao.distributed import all_gather_json
-from megatron_sao.launch.process import die_with_parent
+from megatron_sao.launch.process import EXIT_CONFIG, die_with_parent
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.hf_files import WeightError
+
+_REFUSED = "MEGATRON_SAO_TOOL_REFUSED"  # names the file that a rank fills when it ends with EXIT_CONFIG
 
 
 def run_tool(
@@ -26,7 +29,7 @@ def run_tool(
     """``work`` on every rank of a layout; returns the exit code.
 
     A process that torchrun or srun has started (RANK is set) is one of them. Any other becomes the only one, or starts
-    this same command under torchrun. A :class:`ConfigError` becomes its sentence and exit code 1.
+    this same command under torchrun. A :class:`ConfigError` becomes its sentence and exit code 2.
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     try:
@@ -35,7 +38,10 @@ def run_tool(
             launcher = os.getpid()
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command = [*torchrun, f"--nproc-per-node={layout.world_size}", *sys.argv]
-            return subprocess.call(command, preexec_fn=lambda: die_with_parent(launcher))
+            with tempfile.NamedTemporaryFile("r") as refused:  # torchrun itself ends with 1, whatever a rank said
+                env = os.environ | {_REFUSED: refused.name}
+                code = subprocess.call(command, env=env, preexec_fn=lambda: die_with_parent(launcher))
+                return EXIT_CONFIG if refused.read() else code
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         backend = start_runtime(ModelConfig(path=model), layout, seed=0, deterministic=True)
@@ -44,7 +50,9 @@ def run_tool(
         return code
     except ConfigError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
-        return 1
+        if _REFUSED in os.environ:
+            Path(os.environ[_REFUSED]).write_text("refused")
+        return EXIT_CONFIG
 
 
 def stop_on(problem: str) -> None:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -32,7 +32,21 @@ REDUCED_FLOATS = 16 * 2**20
 
 
 class PreflightFailed(RuntimeError):
-    """A node cannot take part; the message names each such node and why."""
+    """A node cannot take part; the message names each such node, which are also ``nodes``, and why."""
+
+    def __init__(self, message: str, nodes: list[str]) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
+class Problem(NamedTuple):
+    """``node`` is None where it is not known which node is to blame."""
+
+    node: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"node {self.node}: {self.what}" if self.node else self.what
 
 
 @dataclass(frozen=True)
@@ -100,7 +114,8 @@ def check_nodes(
     problems = list(_problems(reports, folder, plan))
     if problems:
         silent = output and len(reports) < len(plan.nodes)
-        raise PreflightFailed("\n".join(problems) + (f"\nfrom the nodes' steps:\n{output}" if silent else ""))
+        message = "\n".join(map(str, problems)) + (f"\nfrom the nodes' steps:\n{output}" if silent else "")
+        raise PreflightFailed(message, sorted({problem.node for problem in problems if problem.node}))
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
@@ -156,33 +171,37 @@ def _parse(lines: list[str]) -> tuple[dict[str, dict[str, Any]], str]:
     return reports, "\n".join(other[-20:])
 
 
-def _problems(reports: dict[str, dict[str, Any]], folder: Path, plan: Plan) -> Iterator[str]:
+def _problems(reports: dict[str, dict[str, Any]], folder: Path, plan: Plan) -> Iterator[Problem]:
     failed = {name for name, report in reports.items() if report["problems"]}
     for name in sorted(failed):
-        yield from (f"node {name}: {problem}" for problem in reports[name]["problems"])
+        yield from (Problem(name, problem) for problem in reports[name]["problems"])
     for kind in ("versions", "files"):
         yield from _odd_ones(kind, {name: report[kind] for name, report in reports.items()})
     for name in reports:
         mark = folder / name
         if not mark.is_file() or mark.read_text() != plan.nonce:
-            yield f"node {name}: {folder} is not the directory that this node sees; it must be on a shared file system"
+            yield Problem(name, f"{folder} is not what this node sees there; it must be on a shared file system")
     if failed:  # the others could not go on without it
         return
     for name in plan.nodes:
         if name not in reports:
-            yield f"node {name} did not report, for which it had {plan.seconds:.0f} s (SAO_PREFLIGHT)"
+            yield Problem(name, f"it did not report, for which it had {plan.seconds:.0f} s (SAO_PREFLIGHT)")
         elif not reports[name]["done"]:
-            yield f"node {name} did not finish the all-reduce within {plan.seconds:.0f} s (SAO_PREFLIGHT)"
+            yield Problem(name, f"it did not finish the all-reduce within {plan.seconds:.0f} s (SAO_PREFLIGHT)")
 
 
-def _odd_ones(kind: str, found: dict[str, dict[str, str]]) -> Iterator[str]:
+def _odd_ones(kind: str, found: dict[str, dict[str, str]]) -> Iterator[Problem]:
     """Nodes where a value differs from what most of those that have one have."""
-    for key in {key for values in found.values() for key in values}:
+    for key in sorted({key for values in found.values() for key in values}):
         there = {name: values[key] for name, values in found.items() if key in values}
-        usual, _ = Counter(there.values()).most_common(1)[0]
+        (usual, count), *others = Counter(there.values()).most_common()
+        if others and others[0][1] == count:
+            each = ", ".join(f"{value} on {name}" for name, value in sorted(there.items()))
+            yield Problem(None, f"{kind} differ, and none is more frequent: {key} is {each}")
+            continue
         for name, value in there.items():
             if value != usual:
-                yield f"node {name}: {kind} differ: {key} is {value} there and {usual} elsewhere"
+                yield Problem(name, f"{kind} differ: {key} is {value} there and {usual} elsewhere")
 
 
 def main(folder: Path) -> int:
@@ -251,7 +270,7 @@ def _check_network(plan: Plan, place: Place, folder: Path, name: str, report: di
     if plan.interface:
         if not addresses.get(plan.interface):
             there = ", ".join(interface for interface, found in addresses.items() if found)
-            report["problems"].append(f"SAO_INTERFACE = {plan['interface']} has no IPv4 address; there are {there}")
+            report["problems"].append(f"SAO_INTERFACE = {plan.interface} has no IPv4 address; there are {there}")
             return
         address = addresses[plan.interface][0]
     else:

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_sao.config import ConfigError
 from megatron_sao.launch.allocation import Node
 
-FIELDS = ("SAO_PYTHON", "SAO_CONTAINER", "SAO_MOUNTS", "SAO_INTERFACE", "SAO_SCRATCH", "SAO_PREFLIGHT")
+FIELDS = (
+    "SAO_PYTHON", "SAO_CONTAINER", "SAO_MOUNTS", "SAO_INTERFACE", "SAO_SCRATCH", "SAO_PREFLIGHT", "SAO_BAD_NODES",
+)  # fmt: skip
 SHELL = ("SAO_SITE", "SAO_LAUNCHER")  # for the batch scripts alone
 # What Slurm sets for the whole job would shape every step, where each step says itself what it needs.
 SHAPING = (
@@ -36,6 +39,7 @@ class Site:
         interface: the network interface for everything; None: whatever leads to Slurm's node addresses.
         scratch: a directory on each node's own disk for temporary files and compilers' caches.
         preflight: seconds within which every node must have passed its checks; 0: no checks.
+        bad_nodes: when some fail them, end the job, or requeue it without them.
     """
 
     python: str
@@ -44,10 +48,11 @@ class Site:
     interface: str | None = None
     scratch: str | None = None
     preflight: float = PREFLIGHT_SECONDS
+    bad_nodes: Literal["end", "exclude"] = "end"
 
     @staticmethod
     def from_environment(env: Mapping[str, str] = os.environ) -> Site:
-        """Raises ConfigError for a SAO_* variable that means nothing, or no number in SAO_PREFLIGHT."""
+        """Raises ConfigError for a SAO_* variable or a value that means nothing."""
         for name in env:
             if name.startswith("SAO_") and name not in (*FIELDS, *SHELL):
                 near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.0)[0]
@@ -57,6 +62,9 @@ class Site:
             preflight = float(env.get("SAO_PREFLIGHT") or PREFLIGHT_SECONDS)
         except ValueError:
             raise ConfigError(f"SAO_PREFLIGHT = {env['SAO_PREFLIGHT']!r}: give seconds; 0 for no checks") from None
+        bad_nodes = env.get("SAO_BAD_NODES") or "end"
+        if bad_nodes not in ("end", "exclude"):
+            raise ConfigError(f"SAO_BAD_NODES = {bad_nodes!r}: say end, or exclude to requeue the job without them")
         if env.get("SAO_SCRATCH") and not preflight:
             raise ConfigError("SAO_SCRATCH with SAO_PREFLIGHT = 0: it is the checks that make the directory; set one")
         return Site(
@@ -66,6 +74,7 @@ class Site:
             env.get("SAO_INTERFACE") or None,
             env.get("SAO_SCRATCH") or None,
             preflight,
+            bad_nodes,
         )
 
     def environment(

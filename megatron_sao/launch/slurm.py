@@ -26,6 +26,7 @@ from megatron_sao.launch.allocation import (
     seconds_left,
     slurm,
 )
+from megatron_sao.launch.exclusion import exclusions, may_requeue, remedy, requeue_without
 from megatron_sao.launch.local import check_inputs, check_run_dir, exclusive, is_complete
 from megatron_sao.launch.preflight import Place, Plan, PreflightFailed, Report, check_nodes
 from megatron_sao.launch.process import EXIT_STOPPED
@@ -75,19 +76,34 @@ def main(config: RunConfig, run_dir: Path, at_limit: Literal["requeue", "end"]) 
         if not note_start(run_dir, allocation):
             return 1
         job = Job(config, run_dir, allocation, site, layout)
+        failed = None
         try:
             code = job.run()
-        except PreflightFailed as failed:
-            print(f"megatron-sao: a check before the start failed\n{failed}", file=sys.stderr)
-            return 1
+        except PreflightFailed as problem:
+            failed = problem
         finally:
             job.remove_scratch()
+    if failed is not None:
+        print(f"megatron-sao: a check before the start failed\n{failed}", file=sys.stderr, flush=True)
+        return go_on_without(failed.nodes, allocation, site) if failed.nodes else 1
     if code == EXIT_STOPPED and job.stop_requested:
         if at_limit == "requeue":
             print(f"megatron-sao: requeueing job {allocation.job}", flush=True)
             slurm("scontrol", "requeue", allocation.job)
         return 0
     return code
+
+
+def go_on_without(nodes: list[str], allocation: Allocation, site: Site) -> int:
+    """Requeue the job without ``nodes`` where the site wants it and it can help, else say which command does without
+    them; returns the exit code of the batch script. ``note_start`` bounds how often."""
+    excluded = exclusions(allocation.job, nodes)
+    if site.bad_nodes == "exclude" and may_requeue(allocation, nodes):
+        print(f"megatron-sao: requeueing job {allocation.job} without {excluded} (SAO_BAD_NODES)", flush=True)
+        requeue_without(allocation.job, excluded)
+        return 0
+    print(f"megatron-sao: {remedy(excluded)}", file=sys.stderr)
+    return 1
 
 
 def note_start(run_dir: Path, allocation: Allocation) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.allocation import Node, lay_out, slurm
+from megatron_sao.launch.exclusion import SUBMITTED
 from megatron_sao.launch.local import check_inputs, check_run_dir
 
 SCRIPT = Path(__file__).parents[2] / "slurm" / "sao.sbatch"
@@ -33,16 +35,17 @@ def main(config: RunConfig, run_dir: Path, arguments: argparse.Namespace) -> int
     if gpus is None:
         gpus = 0 if config.model.device == "cpu" else config.parallel.nproc_per_node
     components = plan(config, arguments.nodes, gpus)
-    check_inputs(config)
-    check_run_dir(config, run_dir)
     if not SCRIPT.is_file():
         raise ConfigError(f"{SCRIPT} is not there: submit from an environment made with the checkout (make setup)")
     command = sbatch(config, run_dir, arguments, components)
     for component in components:
         print(f"{component.nodes} × {component.role}, {component.gpus} GPUs each")
     print(shlex.join(command))
+    check_inputs(config)  # after the plan has been shown, which needs neither model nor data
+    check_run_dir(config, run_dir)
     if arguments.dry_run:
         return 0
+    os.environ[SUBMITTED] = shlex.join(arguments.command_line)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(arguments.chain or 1):
         job = slurm(*command).strip().partition(";")[0]

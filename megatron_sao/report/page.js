@@ -16,7 +16,8 @@ function el(name, attributes = {}, ...children) {
 function format(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size >= 1e6 && size < 1e12) return size < 1e9 ? `${+(value / 1e6).toPrecision(4)}M` : `${+(value / 1e9).toPrecision(4)}G`;
+  if (size !== 0 && (size < 1e-3 || size >= 1e12)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return String(+value.toPrecision(4));
 }
 
@@ -173,22 +174,38 @@ function pointer(svg, x, tell) {
   svg.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); hideTip(); });
 }
 
+function commonPrefix(names) {  // up to a "/" or "_"
+  let n = 0;
+  while (names.length > 1 && n < names[0].length && names.every((name) => name[n] === names[0][n])) n += 1;
+  return names[0].slice(0, n).match(/^(.*[/_])?/)[0];
+}
+
 function figure(chart, weight) {
   const svg = el("svg", { viewBox: `0 0 ${W} ${H}`, role: "img" });
   ({ area: areas, heat }[chart.kind] || lines)(svg, chart, weight);
   const legend = el("ul");
+  const own = chart.kind === "area" ? commonPrefix(chart.series.map((s) => s.name)).length : 0;
   if (chart.kind !== "heat") chart.series.forEach((s, k) =>
-    legend.append(el("li", { style: `--colour: var(--c${k % 8})` }, `${s.name} ${format(s.y.at(-1))}`)));
+    legend.append(el("li", { style: `--colour: var(--c${k % 8})` }, `${s.name.slice(own)} ${format(s.y.at(-1))}`)));
   else legend.append("share of action tokens, stronger is more; the dashed lines are DIS's band");
   return el("figure", {}, el("figcaption", {}, chart.title), svg, legend);
 }
 
+const still = (chart) => chart.series.every((s) => s.y.every((y) => y === s.y[0]));
+
+function drawSection(section, n, weight) {  // of what no chart was made for, that which never changes is only listed
+  const listed = section.title.startsWith("Everything else") ? section.charts.filter(still) : [];
+  const drawn = section.charts.filter((chart) => !listed.includes(chart));
+  const parts = [el("h2", { id: `section-${n}` }, section.title)];
+  parts.push(el("div", { class: "grid" }, ...drawn.map((chart) => figure(chart, weight))));
+  const names = listed.map((chart) => el("span", {}, `${chart.title} ${format(chart.series[0].y[0])}`));
+  if (names.length) parts.push(el("p", { class: "still" }, "always the same: ", ...names));
+  return parts;
+}
+
 function drawCharts() {
   const weight = +$("smoothing").value;
-  $("charts").replaceChildren(...data.sections.flatMap((section, n) => [
-    el("h2", { id: `section-${n}` }, section.title),
-    el("div", { class: "grid" }, ...section.charts.map((chart) => figure(chart, weight))),
-  ]));
+  $("charts").replaceChildren(...data.sections.flatMap((section, n) => drawSection(section, n, weight)));
 }
 
 // Samples
@@ -256,7 +273,8 @@ function search() {
     details.hidden = !matches(details.sample, $("search").value);
     found += !details.hidden;
   }
-  $("count").textContent = `${found} of ${data.samples.length} trajectories`;
+  $("count").textContent = data.samples.length ? `${found} of ${data.samples.length} trajectories`
+    : "the run has written none (logging.samples_every)";
 }
 
 function openFirst() {

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sao.config import ConfigError
 from megatron_sao.report.run_files import RunFiles
 from megatron_sao.report.text import TokenText
 
@@ -22,6 +23,7 @@ MAX_COLUMNS = 160  # of a heat map
 MAX_SAMPLES = 400
 _HERE = Path(__file__).parent
 _EVENT_KEYS = {"time", "stage", "step"}
+_OF_EVALUATIONS = ("eval/", "mismatch/", "time/eval", "time/mismatch")  # drawn as points, never smoothed
 _OF_A_STEP = {"time/step", "idle_fraction"}  # evaluations have them too
 
 
@@ -83,8 +85,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Throughput": (
         Chart("Seconds of a step by phase", (
-            "time/wait", "time/values", "time/critic", "time/policy", "time/push", "time/eval", "time/mismatch",
+            "time/wait", "time/values", "time/critic", "time/policy", "time/push",
         ), "area"),
+        Chart("Seconds of an evaluation", ("time/eval", "time/mismatch")),
         Chart("Tokens per second", ("tokens_per_second",)),
         Chart("Share of the step spent waiting for data", ("idle_fraction",)),
         Chart("Batch: tokens and action tokens", ("train/tokens", "train/action_tokens")),
@@ -93,9 +96,16 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 
 
 def main(run_dir: Path, out: Path | None) -> int:
-    """Write the report to ``out``, by default ``<run_dir>/report.html``. Returns the exit code."""
-    out = out or run_dir / "report.html"
-    out.write_text(render(RunFiles(run_dir)), encoding="utf-8")
+    """Write the report to ``out``, by default ``<run_dir>/report.html``. Returns the exit code.
+
+    Raises:
+        ConfigError: no run, no metrics yet, or files of another version; or ``out`` cannot be written.
+    """
+    out, text = out or run_dir / "report.html", render(RunFiles(run_dir))
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; name a file in a directory") from error
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser")
     return 0
 
@@ -117,6 +127,8 @@ def render(files: RunFiles) -> str:
 def payload(files: RunFiles) -> dict[str, Any]:
     """What the page shows: ``run`` (facts), ``sections`` of charts with their curves, and ``samples``."""
     curves = _curves(files.events())
+    if not curves:
+        raise ConfigError(f"{files.path} holds no metrics yet; `megatron-sao status` says how far the run is")
     text = TokenText(files.config.model.path if files.config else None)
     algorithm = files.config.algorithm if files.config else None
     return {
@@ -189,7 +201,7 @@ def _chart(stage: str, chart: Chart, members: list[str], curves: Curves) -> dict
 
 def _series(name: str, curve: Curve, points: int) -> dict[str, Any]:
     steps, values = _thinned(curve, points)
-    return {"name": name, "x": steps, "y": values, "eval": name.startswith(("eval/", "mismatch/"))}
+    return {"name": name, "x": steps, "y": values, "eval": name.startswith(_OF_EVALUATIONS)}
 
 
 def _thinned(curve: Curve, points: int) -> tuple[list[int], list[float | None]]:

@@ -16,7 +16,12 @@ from megatron_sao.config import ConfigError, RunConfig, load_config
 from megatron_sao.data.batches import STAGES
 
 PROBE_SECONDS = 3.0  # that a buffer may take to say that it is there
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|ALARM|[A-Za-z.]*(Error|Exception|Failed|Broken)\b:)")
+# A request that a client gave up is none: SGLang calls it one whenever a worker stops.
+_ERROR = re.compile(
+    r"^(?!.*Request is disconnected from the client)"
+    r".*\b(ERROR|CRITICAL|ALARM|[A-Za-z.]*(Error|Exception|Failed|Broken)\b:)"
+)
+_CHECKPOINT = re.compile(rf"({'|'.join(STAGES)})-\d+")
 _LOG_TAIL = 200_000  # bytes of each log that are searched
 
 
@@ -41,16 +46,20 @@ class RunFiles:
 
     def events(self) -> list[dict[str, Any]]:
         """metrics.jsonl in the order of training; of repeated (stage, step) the later line, training and evaluation
-        apart."""
+        apart.
+
+        Raises:
+            ConfigError: a line is no event of this version.
+        """
         newest = {}
-        for event in _json_lines(self.path / "metrics.jsonl"):
+        for event in _json_lines(self.path / "metrics.jsonl", "stage"):
             # an evaluation of step n comes before training step n
             newest[STAGES.index(event["stage"]), event["step"], "eval/prompts" not in event] = event
         return [newest[key] for key in sorted(newest)]
 
     def samples(self) -> list[dict[str, Any]]:
         """samples.jsonl, newest step first; of repeated (step, id) the later line."""
-        newest = {(sample["step"], sample["id"]): sample for sample in _json_lines(self.path / "samples.jsonl")}
+        newest = {(sample["step"], sample["id"]): sample for sample in _json_lines(self.path / "samples.jsonl", "id")}
         return sorted(newest.values(), key=lambda sample: -sample["step"])
 
     def buffer(self) -> BufferClient | None:
@@ -62,7 +71,10 @@ class RunFiles:
         announced = self.path / "buffer.json"
         if not announced.is_file():
             return None
-        url = json.loads(announced.read_text())["url"]
+        try:
+            url = json.loads(announced.read_text())["url"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{announced} names no buffer ({error!r}); remove it if none runs") from error
         try:
             alive = httpx.get(f"{url}/healthz", timeout=PROBE_SECONDS, trust_env=False).is_success
         except httpx.TransportError:
@@ -79,7 +91,8 @@ class RunFiles:
         """Names of the complete ones, and the one that a resume starts from."""
         directory = self.path / "checkpoints"
         latest = directory / "latest"
-        names = [meta.parent.name for meta in directory.glob("*/meta.json") if not meta.parent.name.endswith(".tmp")]
+        names = [meta.parent.name for meta in directory.glob("*/meta.json")]
+        names = [name for name in names if _CHECKPOINT.fullmatch(name)]  # not what is still being written
         names.sort(key=lambda name: (STAGES.index(name.split("-")[0]), int(name.split("-")[1])))
         return names, latest.read_text().strip() if latest.is_file() else None
 
@@ -89,15 +102,23 @@ class RunFiles:
         return [f"{log.name}: {line.strip()}" for log in logs for line in _tail(log) if _ERROR.search(line)][-count:]
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """Objects with a step and ``key``."""
     if not path.is_file():
         return
-    with path.open() as file:
-        for line in file:
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, 1):
             try:
-                yield json.loads(line)
+                entry = json.loads(line)
             except ValueError:
                 continue  # a line that a killed trainer did not finish, or is writing just now
+            if (
+                not isinstance(entry, dict)
+                or not {"step", key} <= entry.keys()
+                or entry.get("stage", "rl") not in STAGES
+            ):
+                raise ConfigError(f"{path}, line {number}, is of another version of this program: {line.strip():.100}")
+            yield entry
 
 
 def _tail(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.buffer.client import BufferClient, BufferError, BufferUnavailable
+from megatron_sao.launch.local import is_complete
 from megatron_sao.launch.progress import Metrics, clock
 from megatron_sao.report.run_files import RunFiles
 
@@ -40,6 +41,7 @@ _SHARES = 6  # parts of the step that are named
 def main(run_dir: Path, watch: float | None) -> int:
     """Print the status once, or again and again every ``watch`` seconds until interrupted. Returns the exit code."""
     files = RunFiles(run_dir)
+    files.events()  # raises ConfigError for what `metrics` would not understand
     metrics = Metrics(run_dir / "metrics.jsonl", files.steps)
     try:
         while True:
@@ -57,7 +59,7 @@ def status_lines(files: RunFiles, metrics: Metrics) -> Iterator[str]:
     metrics.read()
     buffer = files.buffer()
     yield _LINE.format("run", f"{files.name} in {files.path}")
-    yield _LINE.format("state", _state(metrics, buffer))
+    yield _LINE.format("state", _state(files, metrics, buffer))
     yield from _training(metrics)
     if buffer is not None:
         try:
@@ -75,8 +77,13 @@ def status_lines(files: RunFiles, metrics: Metrics) -> Iterator[str]:
         yield f"  {error:.300}"
 
 
-def _state(metrics: Metrics, buffer: BufferClient | None) -> str:
-    state = "no buffer answers: stopped, or a trainer alone" if buffer is None else f"running, buffer at {buffer.url}"
+def _state(files: RunFiles, metrics: Metrics, buffer: BufferClient | None) -> str:
+    if buffer is not None:
+        state = f"running, buffer at {buffer.url}"
+    elif files.config and is_complete(files.config, files.path):
+        state = f"complete, its policy is in {files.path / 'hf'}"
+    else:
+        state = "no buffer answers: stopped, or a trainer alone"
     return state + (f"; last event {clock(time.time() - metrics.last_time)} ago" if metrics.last_time else "")
 
 
@@ -86,7 +93,7 @@ def _training(metrics: Metrics) -> Iterator[str]:
         return
     eta = metrics.eta()
     total = metrics.totals.get(metrics.stage, "?")
-    left = f", {clock(eta)} left at this pace" if eta is not None else ""
+    left = f", {clock(eta)} left at this pace" if eta else ""
     yield _LINE.format("step", f"{metrics.stage} {metrics.step} of {total}{left}")
     if metrics.pace is not None:
         rates = [f"{metrics.pace:.3g} s per step", *_figures(metrics.latest, {"tokens_per_second": "tokens/s"})]

@@ -76,7 +76,7 @@ def describe_batch(archive: Archive | BufferClient, stage: str, step: int) -> It
     recorded = archive.recorded_batches()
     ids = next((entry["ids"] for entry in recorded if (entry["stage"], entry["step"]) == (stage, step)), None)
     if ids is None:
-        raise ConfigError(f"--batch {stage}-{step} is not held; there are {_ranges(recorded)}")
+        raise ConfigError(f"--batch {stage}-{step} is not held; the buffer has {_ranges(recorded)}")
     trajectories = [archive.trajectory(id) for id in ids]
     rewards = [t.total_reward for t in trajectories]
     yield (

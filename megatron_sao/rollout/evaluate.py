@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_sao.buffer.client import EngineInfo
 from megatron_sao.config import ConfigError, RunConfig
-from megatron_sao.data.tasks import Task, TaskError, load_tasks
+from megatron_sao.data.tasks import Task, load_tasks
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
@@ -33,6 +33,9 @@ def main(config: RunConfig, run_dir: Path, hf_dir: Path | None, engine_urls: lis
         hf_dir: model to serve for the purpose; default ``model.path``. Unused where ``engine_urls`` are given.
         engine_urls: servers that already run, with MEGATRON_SAO_TOKEN as their key.
         prompts: how many of the held-out prompts; default ``eval.prompts``.
+
+    Raises:
+        ConfigError: no model or held-out tasks, or unusable ones.
     """
     start_logging("evaluation", logging.WARNING)
     os.environ.setdefault("MEGATRON_SAO_TOKEN", secrets.token_urlsafe(32))
@@ -41,7 +44,7 @@ def main(config: RunConfig, run_dir: Path, hf_dir: Path | None, engine_urls: lis
             raise ConfigError("data.eval is not set; name the JSONL file with the held-out tasks")
         tasks = load_tasks(config.data.eval)[: prompts or config.eval.prompts]
         asyncio.run(_evaluate(config, run_dir, hf_dir or config.model.path, engine_urls, tasks))
-    except (ConfigError, TaskError, ServerFailed, EngineError, EnvironmentBroken) as error:
+    except (ServerFailed, EngineError, EnvironmentBroken) as error:
         log.error("evaluation failed: %s", error)
         return 1
     return 0

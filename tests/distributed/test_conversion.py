@@ -345,5 +345,5 @@ def test_plain_python_starts_the_ranks_of_the_layout(models: Path, tmp_path: Pat
     parity = json.loads(done.stdout)
     assert parity["passed"] and parity["relative_difference"] <= 1e-5
     done = tool("convert_megatron_to_hf", "--megatron", models, "--out", tmp_path / "out")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("convert_megatron_to_hf.py: ")

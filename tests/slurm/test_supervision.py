@@ -103,5 +103,17 @@ def test_a_bad_node_is_named_before_anything_starts(submit):
     job = submit({}, "--nodes=1,1,1", "--sbatch=--exclude=n4", SAO_PREFLIGHT="120", FAKE_BAD_NODE="n2")
     assert job.finish(150) == "FAILED"
     assert "node n2: versions differ: torch is 0.0.1 there" in job.log
+    assert re.search(r"^  megatron-sao slurm \S+/fake.yaml .* --sbatch=--exclude=n4,n2$", job.log, re.MULTILINE)
     assert job.started("trainer") == []
     assert (job.run_dir / "config.yaml").is_file(), "it can be submitted again"
+
+
+@pytest.mark.slow  # two rounds of checks, and what a requeue waits
+def test_a_site_may_have_the_job_go_on_without_a_bad_node(submit, cluster):
+    site = {"SAO_PREFLIGHT": "120", "SAO_BAD_NODES": "exclude", "FAKE_BAD_NODE": "n2"}
+    job = submit({"trainer": "succeed"}, "--nodes=1,1,1", **site)
+    assert job.finish(200) == "COMPLETED"
+    assert "requeueing job" in job.log and "SLURM_RESTART_COUNT = 1, on n1 n3 n4" in job.log
+    assert len(job.started("trainer")) == 1
+    shown = cluster.run("scontrol", "show", "job", job.id, "--oneliner").splitlines()
+    assert ["ExcNodeList=n2" in component for component in shown] == [True] * 3

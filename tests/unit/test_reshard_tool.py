@@ -50,13 +50,13 @@ def test_plan_prints_a_page_by_default(model: Path, capsys) -> None:
         (["push", "--engine", "http://127.0.0.1:9", "--version", "1.1", "--tp", "0"], "greater than 0"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_and_exit_code_1(
+def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, model: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MEGATRON_SAO_TOKEN", raising=False)
     monkeypatch.setattr(sys, "argv", ["reshard_weights.py"])
     command, *rest = arguments
-    assert main([command, "--hf", str(model), *rest]) == 1
+    assert main([command, "--hf", str(model), *rest]) == 2
     assert sentence in capsys.readouterr().err
 
 

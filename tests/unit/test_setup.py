@@ -45,6 +45,18 @@ def test_no_file_names_a_download_host(path):
     assert not re.search(r"https?://|index-url|find-links", path.read_text())
 
 
+def test_another_checkouts_environment_is_never_changed_and_help_changes_nothing(clone, tmp_path):
+    environment = tmp_path / "other"
+    environment.mkdir()
+    (clone / ".venv").symlink_to(environment)
+    install = [sys.executable, str(clone / "tools" / "setup" / "install.py")]
+    done = subprocess.run([*install, "--help"], capture_output=True, text=True, check=True)
+    assert "SETUP_MIN_DISK_GB" in done.stdout
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "is a link to" in done.stderr
+    assert list(environment.iterdir()) == []
+
+
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """What set-up needs of a checkout, without an environment."""

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from megatron_sao.config import ConfigError, RunConfig, load_config, parse_confi
 from megatron_sao.launch.allocation import Allocation, Node, first_port, lay_out, parse_cpus, parse_gpus
 from megatron_sao.launch.preflight import Place, Plan, _problems
 from megatron_sao.launch.site import Site
-from megatron_sao.launch.slurm import note_start
+from megatron_sao.launch.slurm import go_on_without, note_start
 from megatron_sao.launch.step import SupervisedStep
 from megatron_sao.launch.submit import plan, sbatch
 
@@ -97,6 +98,8 @@ def test_a_site_variable_that_means_nothing_names_the_nearest():
         Site.from_environment({"SAO_CONTANER": "x"})
     with pytest.raises(ConfigError, match=r"SAO_PREFLIGHT = 'soon'"):
         Site.from_environment({"SAO_PREFLIGHT": "soon"})
+    with pytest.raises(ConfigError, match=r"SAO_BAD_NODES = 'leave'"):
+        Site.from_environment({"SAO_BAD_NODES": "leave"})
 
 
 def command(site: Site, **options) -> list[str]:
@@ -215,13 +218,20 @@ def report(**changes) -> dict:
             {"n1": report(done=False), "n2": report(problems=["no GPU"], done=False)},
             ["node n2: no GPU"],
         ),
-        ({"n1": report(), "n2": report()}, ["node n3 did not report, for which it had 60 s (SAO_PREFLIGHT)"]),
+        ({"n1": report(), "n2": report()}, ["node n3: it did not report, for which it had 60 s (SAO_PREFLIGHT)"]),
+        (
+            {"n1": report(), "n2": report(versions={"torch": "2.13.0"})},
+            [
+                "versions differ, and none is more frequent: torch is 2.14.1 on n1, 2.13.0 on n2",
+                "node n3: it did not report, for which it had 60 s (SAO_PREFLIGHT)",
+            ],
+        ),
     ],
 )
 def test_the_node_that_fails_its_checks_is_named(tmp_path, reports, expected):
     for name in reports:
         (tmp_path / name).write_text(PLAN.nonce)
-    assert list(_problems(reports, tmp_path, PLAN)) == expected
+    assert [str(problem) for problem in _problems(reports, tmp_path, PLAN)] == expected
 
 
 def test_a_node_that_writes_to_another_directory_is_named(tmp_path):
@@ -229,7 +239,52 @@ def test_a_node_that_writes_to_another_directory_is_named(tmp_path):
     (tmp_path / "n2").write_text("of an earlier check")
     (tmp_path / "n3").write_text(PLAN.nonce)
     (problem,) = _problems({name: report() for name in PLAN.nodes}, tmp_path, PLAN)
-    assert problem.startswith("node n2") and "must be on a shared file system" in problem
+    assert problem.node == "n2" and "must be on a shared file system" in problem.what
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in that shows a job of two components and refuses every first update; returns the log of its calls."""
+    log, program = tmp_path / "calls", tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(
+        f"""#!/bin/sh
+echo "$*" >> {log}
+case $1 in
+show) echo "JobId=7 JobState=RUNNING Requeue=1 ReqNodeList=(null) ExcNodeList=n[4-5]"; echo "JobId=8 Requeue=0" ;;
+update) [ "$(grep -c ^update {log})" -gt 1 ] || {{ echo "Job is no longer pending execution" >&2; exit 1; }} ;;
+esac
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return log
+
+
+ALLOCATION = Allocation("7", 0, [nodes("n1", group=0), nodes("n2 n3", group=1)])
+
+
+def test_bad_nodes_come_with_the_very_command_that_does_without_them(scontrol, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_SAO_SUBMITTED", "megatron-sao slurm my.yaml '--sbatch=--time=9 --exclude=n[4-5]'")
+    assert go_on_without(["n2"], ALLOCATION, Site("python")) == 1
+    command = "megatron-sao slurm my.yaml '--sbatch=--time=9 --exclude=n[4-5]' '--sbatch=--exclude=n[4-5],n2'"
+    assert capsys.readouterr().err.splitlines()[-1].strip() == command
+    monkeypatch.delenv("MEGATRON_SAO_SUBMITTED")
+    assert go_on_without(["n2"], ALLOCATION, Site("python")) == 1
+    assert "add --exclude=n[4-5],n2 to each component" in capsys.readouterr().err
+    assert "requeue" not in scontrol.read_text()
+
+
+def test_a_site_that_excludes_bad_nodes_requeues_the_job_and_then_changes_what_it_excludes(scontrol, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the tests' own SIGTERM stays as it is
+    assert go_on_without(["n2"], ALLOCATION, Site("python", bad_nodes="exclude")) == 0
+    done = [line for line in scontrol.read_text().splitlines() if not line.startswith("show")]
+    assert done == ["requeue 7", *["update JobId=7 ExcNodeList=n[4-5],n2"] * 2]
+
+
+def test_where_most_nodes_fail_the_job_ends_since_others_would_fail_as_well(scontrol):
+    assert go_on_without(["n1", "n2"], ALLOCATION, Site("python", bad_nodes="exclude")) == 1
+    assert "requeue" not in scontrol.read_text()
 
 
 def test_submitting_and_supervising_need_no_more_than_tools_setup_launcher_txt():

@@ -1,6 +1,9 @@
 """``megatron-sao status`` of a run that nobody serves any more."""
 
+import pytest
+
 from megatron_sao.cli import main as cli
+from megatron_sao.config import load_config
 from tests.recorded_run import write_run
 
 
@@ -30,3 +33,45 @@ def test_a_run_that_has_not_begun_has_a_status(tmp_path, capsys):
     (tmp_path / "run" / "metrics.jsonl").unlink()
     assert cli(["status", str(tmp_path / "run")]) == 0
     assert "no step is done yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "content", "sentence"),
+    [
+        ("status", "metrics.jsonl", '{"event": 3}', "metrics.jsonl, line 1, is of another version of this program"),
+        ("report", "metrics.jsonl", '{"stage": "grpo", "step": 3}', "metrics.jsonl, line 1, is of another version"),
+        ("report", "samples.jsonl", "[1]", "samples.jsonl, line 1, is of another version"),
+        ("report", "metrics.jsonl", "", "holds no metrics yet"),
+        ("status", "buffer.json", "{}", "buffer.json names no buffer"),
+        ("inspect", "buffer.json", "nothing", "buffer.json names no buffer"),
+        ("inspect", "buffer/index.sqlite", "no database" * 100, "index.sqlite is damaged (file is not a database)"),
+        ("status", "config.yaml", "name: [", "config.yaml is not valid YAML"),
+    ],
+)
+def test_files_that_cannot_be_read_are_a_sentence_and_exit_code_2(command, file, content, sentence, tmp_path, capsys):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "buffer").mkdir()
+    (tmp_path / "run" / file).write_text(content + "\n")
+    assert cli([command, str(tmp_path / "run")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence_and_exit_code_2(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    assert cli(["report", str(tmp_path / "run"), "--out", str(tmp_path / "nowhere" / "x.html")]) == 2
+    assert "x.html cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_called_complete_and_a_client_that_left_is_no_error(tmp_path, capsys):
+    run = tmp_path / "run"
+    write_run(run)
+    (run / "hf").mkdir()
+    (run / "hf" / "config.json").write_text("{}")
+    (run / "checkpoints" / "latest").write_text(f"rl-{load_config(run / 'config.yaml').rl.steps}\n")
+    (run / "logs" / "trainer.log").unlink()
+    line = "[http_server] Error: Request is disconnected from the client side (type 1)"
+    (run / "logs" / "sglang-0.log").write_text(line)
+    assert cli(["status", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"complete, its policy is in {run / 'hf'}" in shown
+    assert "none in the logs" in shown

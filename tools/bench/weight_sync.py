@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 from megatron_sao.config import WeightsConfig, parse_config
 from megatron_sao.distributed import all_gather_json
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.rollout.engine import free_port
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Bucket, Gatherer
@@ -89,11 +89,11 @@ def run_all() -> None:
     """Make the model, start the receivers and then the trainer's ranks."""
     from tests.serving import run_config, serving
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with reserve_port("127.0.0.1") as reserved, tempfile.TemporaryDirectory() as scratch:
+        port = port_of(reserved)
         model = write_model(Path(scratch) / "model")
         config = run_config(model, model={"path": model, "device": "cpu", "dtype": "bfloat16"})
         engine, bare = Path(scratch) / "engine.jsonl", Path(scratch) / "bare.jsonl"
-        port = free_port("127.0.0.1")
         receiver = [sys.executable, "-m", "tools.bench.weight_receiver", str(port), str(bare)]
         hooks = os.pathsep.join(filter(None, [str(TIMED_ENGINE), os.environ.get("PYTHONPATH")]))
         with (

@@ -9,6 +9,7 @@ Environment: SETUP_MIN_DISK_GB and SETUP_MIN_MEMORY_GB replace the thresholds be
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -39,6 +40,9 @@ class SetupError(Exception):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if VENV.is_symlink():
+        raise SetupError(f"{VENV} is a link to {VENV.resolve()}, an environment of something else; remove the link")
     # One set-up at a time: a second `make` waits here and then finds the stamp.
     lock = os.open(ROOT, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
