@@ -126,7 +126,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.usefixtures("blocks_of_four")
 def test_no_tensor_of_all_queries_and_keys_ever_exists(indexer: Indexer) -> None:
-    n = 200
+    n = 240
     (query, key, value), chosen = qkv_and_chosen(n, n)
     inputs = torch.randn(n, indexer.heads, indexer.dim), torch.randn(n, indexer.dim), torch.randn(n, indexer.heads)
     with Largest() as choice:
