@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0  # for the first call to an engine, and to form a group with it
 CLEAN_UP_SECONDS = 5.0  # for a call to an engine that has failed
-POLL_SECONDS = 0.0005
+POLL_SECONDS = 0.002  # meanwhile the engine has a bucket to load, so it loses nothing by this
 
 
 class PushError(RuntimeError):

@@ -47,6 +47,7 @@ RANKS = 4
 LAYOUT = {"world_size": RANKS, "nproc_per_node": RANKS, "tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}
 BUCKET_BYTES = 64 * 10**6
 PUSHES = 3
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as engines on a CPU have them
 TIMED_ENGINE = Path(__file__).parent / "timed_engine"
 MODEL = {
     "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 32000, "hidden_size": 1024,
@@ -99,7 +100,7 @@ def run_all() -> None:
         with (
             patch.dict(os.environ, {"PYTHONPATH": hooks, "BENCH_RECEIPTS": str(engine)}),
             serving("engine", config, Path(scratch)) as server,
-            subprocess.Popen(receiver) as nothing_more,
+            subprocess.Popen(receiver, env=os.environ | HUGE_PAGES) as nothing_more,
         ):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
             rank = ["-m", "tools.bench.weight_sync", "--rank-of", str(model)]
