@@ -215,6 +215,11 @@ def test_an_episode_that_nobody_calls_is_closed_and_gives_up_what_it_was_doing()
     with_service(use, idle=0.3)
 
 
+def test_an_address_that_is_no_url_is_refused_before_the_first_episode():
+    with pytest.raises(ConfigError, match=r"environment_args.url = '10.0.0.7:8600': write http://HOST:PORT"):
+        Service(None, "10.0.0.7:8600")
+
+
 def test_without_its_token_neither_side_starts(monkeypatch):
     monkeypatch.delenv("MEGATRON_SAO_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="token_variable = 'SIMULATOR_TOKEN' is not set; set it to the token of http"):
