@@ -136,7 +136,7 @@ def test_what_the_environment_fails_is_not_asked_again(prompt, reason):
         else:
             with pytest.raises(EnvironmentFailure, match=reason):
                 await episode.act([7])
-        assert service.made[0].acted == 1
+        assert service.transport.calls == service.made[0].acted == 1
 
     with_service(use)
 
