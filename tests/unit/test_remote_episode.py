@@ -136,7 +136,7 @@ def test_what_the_environment_fails_is_not_asked_again(prompt, reason):
         else:
             with pytest.raises(EnvironmentFailure, match=reason):
                 await episode.act([7])
-        assert service.made[0].acted == 1
+        assert service.transport.calls == service.made[0].acted == 1
 
     with_service(use)
 
@@ -213,6 +213,11 @@ def test_an_episode_that_nobody_calls_is_closed_and_gives_up_what_it_was_doing()
         expiring.cancel()
 
     with_service(use, idle=0.3)
+
+
+def test_an_address_that_is_no_url_is_refused_before_the_first_episode():
+    with pytest.raises(ConfigError, match=r"environment_args.url = '10.0.0.7:8600': write http://HOST:PORT"):
+        Service(None, "10.0.0.7:8600")
 
 
 def test_without_its_token_neither_side_starts(monkeypatch):

@@ -65,7 +65,7 @@ class Service(Turns):
         outage: seconds that a reset waits for a service that cannot be reached.
 
     Raises:
-        ConfigError: the variable is not set.
+        ConfigError: no URL, or the variable is not set.
     """
 
     def __init__(
@@ -76,6 +76,8 @@ class Service(Turns):
         timeout: float = 120.0,
         outage: float = 300.0,
     ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"rollout.environment_args.url = {url!r}: write http://HOST:PORT")
         if token_variable not in os.environ:
             raise ConfigError(
                 f"rollout.environment_args.token_variable = {token_variable!r} is not set; set it to the token of {url}"
