@@ -42,7 +42,6 @@ from megatron_sao.run_identity import run_identity
 log = logging.getLogger(__name__)
 
 GROUP_LIMIT = 64  # submissions written with one fsync
-SMALL_BODY = 64 * 2**10  # bytes of a trajectory
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
 
 REFUSED = {  # status codes of any call, for the OpenAPI document
@@ -111,9 +110,7 @@ class Service:
                 return None
 
     async def submit(self, payload: bytes) -> str:
-        arguments = (payload, self.config, self._vocab_size, self._routing)
-        # A small body is admitted sooner than a thread takes over; a large one would hold up every other call.
-        item = admit(*arguments) if len(payload) <= SMALL_BODY else await asyncio.to_thread(admit, *arguments)
+        item = await asyncio.to_thread(admit, payload, self.config, self._vocab_size, self._routing)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._submissions.put_nowait((item, answer))
         return await answer

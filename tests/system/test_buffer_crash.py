@@ -116,7 +116,9 @@ class Load:
         try:
             self._trainer.mark_engine(engine.id, "clean", version, self._incarnation)
         except BufferError as error:
-            assert error.status == 409  # a heartbeat that came too late made it dirty once more: push again
+            assert error.status == 409
+            # A heartbeat that came too late made it dirty once more. It is pushed to again.
+            assert [engine.state for engine in self._trainer.engines()] != ["clean"], "the dirty mark was lost"
 
     def account(self):
         """Every acknowledged trajectory is in one batch, dropped for a listed reason, or held; and no other is."""

@@ -4,7 +4,7 @@ Everything runs on this machine, one after the other, in fresh processes over on
 same bytes: the buffer, durably before it acknowledges; what of Redis, straw-queue and TransferQueue is installed
 (``tools/bench/alternatives.py`` says how durably); the disk by a write and an fsync for each record, and for as many at
 once as the buffer's group commit takes. Every payload is read back, by ``READERS`` at once, and compared. The systems
-take turns ``--rounds`` times; printed are the medians.
+take turns ``--rounds`` times; printed are the medians, and each round's figures as they come on stderr.
 """
 
 from __future__ import annotations
@@ -229,14 +229,20 @@ async def measure(case: Case, parent: Path | None) -> dict[str, Figures]:
             shutil.rmtree(directory, ignore_errors=True)  # Ray's processes may still be writing their logs
 
     result = {}
+
+    async def measured(name: str, server: Server) -> None:
+        result[f"{name}, in"], result[f"{name}, out"] = await measure_server(server, case.writers, payloads)
+        for way in ("in", "out"):
+            print(result[f"{name}, {way}"].row(case, f"{name}, {way}"), file=sys.stderr)
+
     with fresh() as directory:
         async with buffer(directory, case) as (server, payloads):
-            result["buffer, in"], result["buffer, out"] = await measure_server(server, case.writers, payloads)
+            await measured("buffer", server)
     for name, start, _ in alternatives():
         if start:
             with fresh() as directory:
                 async with start(directory, max(case.writers, READERS), case.count) as server:
-                    result[f"{name}, in"], result[f"{name}, out"] = await measure_server(server, case.writers, payloads)
+                    await measured(name, server)
     for group in sorted({1, min(case.writers, GROUP_LIMIT)}):
         with fresh() as directory:
             result[f"disk, fsync per {group}"] = measure_disk(directory, payloads, group)
