@@ -87,7 +87,7 @@ def test_a_trajectory_and_a_batch_are_put_into_words(buffer: Buffer, capsys) -> 
     ("arguments", "sentence"),
     [
         (["--trajectory", "x"], "there is no trajectory 'x'"),
-        (["--batch", "rl-7"], "--batch rl-7 is not held; there are rl 0–1"),
+        (["--batch", "rl-7"], "--batch rl-7 is not held; the buffer has rl 0–1"),
         (["--batch", "seven"], "'seven' names no step; write it as STAGE-STEP"),
     ],
 )
