@@ -25,7 +25,6 @@ def buffer(tmp_path_factory):
     buffer = Buffer(tmp_path_factory.mktemp("hostile"), patience=PATIENCE, buffer={"max_body_bytes": 100_000})
     buffer.start()
     buffer.client().register_trainer("test", 0)
-    serve_engine(buffer)
     yield buffer
     buffer.kill()
 
@@ -102,6 +101,7 @@ def test_wrong_tokens_and_wrong_paths_are_counted(buffer):
 
 def test_an_id_that_is_taken_is_refused_and_a_replay_is_a_duplicate(buffer):
     """Leaves nothing stored behind: what it submits has failed."""
+    serve_engine(buffer)  # here, since an engine that nobody hears of is down after 15 s
 
     async def scenario(client):
         first, second = await client.lease("w", 2, 5.0)
