@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import uvicorn
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
@@ -126,7 +130,29 @@ def _replay(body: bytearray, receive: Receive) -> Receive:
     return replay
 
 
-def impatient_protocol(guard: Guard) -> type[H11Protocol]:
+def token_of(server: str) -> str:
+    """The token that every client of ``server`` must have. Raises ConfigError: there is none."""
+    token = os.environ.get("MEGATRON_SAO_TOKEN", "")
+    if not token:
+        raise ConfigError(f"MEGATRON_SAO_TOKEN is not set: {server} serves nobody without a token; set it to a secret")
+    return token
+
+
+def guarded_server(guard: Guard) -> uvicorn.Config:
+    """How uvicorn serves a guarded application."""
+    return uvicorn.Config(
+        guard,
+        http=_impatient_protocol(guard),
+        ws="none",
+        log_config=None,  # its lines go where ours do
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
+        timeout_keep_alive=60,
+    )
+
+
+def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
     """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
     request, its first or a later one, is closed. uvicorn itself would wait for ever."""
 

@@ -29,13 +29,14 @@ from starlette.exceptions import HTTPException
 from megatron_sao.buffer import schema
 from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.guard import Guard, error_response, impatient_protocol
+from megatron_sao.buffer.guard import Guard, error_response, guarded_server, token_of
 from megatron_sao.buffer.schema import Count, PageSize, Stage
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.logs import start_logging
 from megatron_sao.run_identity import run_identity
 
@@ -345,9 +346,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         ConfigError: no token, no vocabulary, unusable task files, port in use, store owned by another process.
     """
     start_logging("buffer")
-    token = os.environ.get("MEGATRON_SAO_TOKEN", "")
-    if not token:
-        raise ConfigError("MEGATRON_SAO_TOKEN is not set: the buffer serves nobody without a token; set it to a secret")
+    token = token_of("the buffer")
     vocab_size = _vocab_size(config.model.path)
     host = config.buffer.host if host is None else host
     listener = _listen(host, config.buffer.port if port is None else port, run_dir / "buffer.json")
@@ -367,17 +366,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     guard = create_app(service, token)
     # Idle connections cost a file each until they are closed.
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    settings = uvicorn.Config(
-        guard,
-        http=impatient_protocol(guard),
-        ws="none",
-        log_config=None,  # its lines go where ours do
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=3,
-        timeout_keep_alive=60,
-    )
-    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port_of(listener)}"
 
     def announce() -> None:
         temporary = run_dir / "buffer.json.tmp"
@@ -385,7 +374,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         os.replace(temporary, run_dir / "buffer.json")
         log.info("serving %s at %s", store.run_id, url)
 
-    _Server(settings, service, announce).run(sockets=[listener])
+    _Server(guarded_server(guard), service, announce).run(sockets=[listener])
 
 
 def _listen(host: str, port: int, last: Path) -> socket.socket:
@@ -393,15 +382,10 @@ def _listen(host: str, port: int, last: Path) -> socket.socket:
     if port == 0 and last.exists():
         wanted = [int(json.loads(last.read_text())["url"].rpartition(":")[2]), 0]
     for candidate in wanted:
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, candidate))
+            return reserve_port(host, candidate)
         except OSError as error:
-            listener.close()
             problem = error
-        else:
-            return listener
     raise ConfigError(
         f"the buffer cannot listen on {host}:{port}: {problem.strerror}; change buffer.host or buffer.port"
     )

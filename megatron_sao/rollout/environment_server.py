@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Path
 from pydantic import BaseModel, Field
 
-from megatron_sao.buffer.guard import Guard, impatient_protocol
+from megatron_sao.buffer.guard import Guard, guarded_server, token_of
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.tasks import Task
 from megatron_sao.launch.ports import port_of, reserve_port
@@ -191,22 +190,14 @@ def serve(
     Raises:
         ConfigError: no token, or the port is in use.
     """
-    token = os.environ.get("MEGATRON_SAO_TOKEN", "")
-    if not token:
-        raise ConfigError(
-            "MEGATRON_SAO_TOKEN is not set: the service answers nobody without a token; set it to a secret"
-        )
+    token = token_of("the environment")
     try:
         listener = reserve_port(host, port)
     except OSError as error:
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror}; choose others") from error
     guard = create_app(Episodes(make, max_episodes, idle_seconds), token)
-    settings = uvicorn.Config(
-        guard, http=impatient_protocol(guard), ws="none", log_config=None, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=3,
-    )  # fmt: skip
     log.info("serving episodes at http://%s:%d", f"[{host}]" if ":" in host else host, port_of(listener))
-    uvicorn.Server(settings).run(sockets=[listener])
+    uvicorn.Server(guarded_server(guard)).run(sockets=[listener])
 
 
 def main(config: RunConfig, host: str, port: int, max_episodes: int, idle_seconds: float) -> None:

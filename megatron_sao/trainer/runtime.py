@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed.distributed_c10d import _world
 
 from megatron_sao.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_sao.models.backend import Backend, start_backend
-
-_groups: list[dist.ProcessGroup] = []  # of the present layout
 
 
 def start_runtime(model: ModelConfig, parallel: ParallelConfig, seed: int, deterministic: bool) -> Backend:
@@ -46,8 +43,7 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
             f"{dist.get_world_size()} ranks were started, but parallel.world_size = {parallel.world_size}; "
             "start as many or set it"
         )
-    _leave_layout()
-    before = set(_world.pg_map)
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -57,20 +53,10 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=parallel.collective_timeout / 60,
     )
-    _groups.extend(group for group in _world.pg_map if group not in before)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def stop_runtime() -> None:
-    _leave_layout()
-    dist.destroy_process_group()
-
-
-def _leave_layout() -> None:
-    """Megatron leaves most of its groups open, and each of gloo's has threads that wake 100 times a second."""
     parallel_state.destroy_model_parallel()
-    while _groups:
-        group = _groups.pop()
-        if group in _world.pg_map:
-            dist.destroy_process_group(group)
+    dist.destroy_process_group()

@@ -5,7 +5,6 @@ torchrun --nproc-per-node N -m tests.distributed.walk_layouts MODEL OUT quick|re
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -129,7 +128,6 @@ def main(model: Path, out: Path, part: str) -> None:
         result = kind.take(model, out / f"{layout}-{name}", backend, **sections)
         if dist.get_rank() == 0:
             torch.save(result, out / f"{layout}-{name}.pt")
-        gc.collect()  # the models, which keep their layout's groups and so the threads of these
     stop_runtime()
 
 

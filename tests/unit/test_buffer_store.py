@@ -14,14 +14,6 @@ from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
 from tests.trajectories import make_trajectory
 
-
-@pytest.fixture
-def bench(tmp_path):
-    bench = Bench(tmp_path)
-    yield bench
-    bench.store.close()
-
-
 # Trajectories
 
 

@@ -1,17 +1,7 @@
 """Who plays what, and when: leases, pacing, fairness, evaluations, and the engines they need."""
 
-import pytest
-
 from megatron_sao.data.tasks import epoch_order
 from tests.store_bench import Bench, evaluate, refused
-
-
-@pytest.fixture
-def bench(tmp_path):
-    bench = Bench(tmp_path)
-    yield bench
-    bench.store.close()
-
 
 # Leases
 
