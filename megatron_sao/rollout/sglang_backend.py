@@ -14,6 +14,9 @@ from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.process import SupervisedProcess
 
 CPU_STUB = Path(__file__).parent / "cpu_stub"
+# A push brings every bucket into new memory, which to map in anew takes longer than the bytes themselves: glibc is to
+# take large blocks from its heap as well, and to keep what is freed there.
+KEEP_FREED_MEMORY = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**34}"
 RESERVED = ("model_path", "host", "port", "weight_version", "api_key", "admin_api_key", "tp_size", "tp")
 
 
@@ -89,8 +92,7 @@ def _cpu_environment(config: RunConfig, env: dict[str, str]) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "/nonexistent.so",  # tensor parallelism over gloo
         "SGLANG_CPU_OMP_THREADS_BIND": env.get("SGLANG_CPU_OMP_THREADS_BIND", binding),
-        # A push brings every bucket into new memory; in pages of 4 kB that takes longer than the bytes themselves.
-        "GLIBC_TUNABLES": env.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
+        "GLIBC_TUNABLES": env.get("GLIBC_TUNABLES", KEEP_FREED_MEMORY),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(CPU_STUB), env.get("PYTHONPATH")])),
     }
 

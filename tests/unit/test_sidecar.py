@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from megatron_sao.launch.process import SupervisedProcess
 from megatron_sao.rollout import engine as sidecar
 from megatron_sao.rollout import health
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
+from megatron_sao.rollout.sglang_server import drop_torn_libraries
 from tests.serving import eventually, run_config
 
 SERVER = """
@@ -185,3 +187,21 @@ def test_a_child_of_a_server_on_a_cpu_loads_nothing_of_sglang_for_routing_that_i
         [sys.executable, "-c", child, "--device", "cpu"], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_compiled_library_that_a_crash_left_incomplete_is_deleted_and_whole_or_new_ones_stay(tmp_path: Path) -> None:
+    whole = Path(importlib.util.find_spec("_ctypes").origin).read_bytes()
+    contents = {"whole": whole, "empty": b"", "cut": whole[:-1], "zeros": bytes(len(whole))}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel.so").write_bytes(content)
+        os.utime(tmp_path / name / "kernel.so", (0, 0))
+    (tmp_path / "being_written.so").write_bytes(whole[:1000])
+
+    dropped = {path.parent.name for path in drop_torn_libraries(tmp_path)}
+
+    assert dropped == {"empty", "cut", "zeros"}
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.so")) == [
+        "being_written.so",
+        "whole/kernel.so",
+    ]

@@ -1,5 +1,6 @@
-"""A receiver of weight pushes that does what SGLang does, one request at a time and each bucket into new memory, but
-loads nothing. ``python -m tools.bench.weight_receiver PORT RECEIPTS``; RECEIPTS as in timed_engine/sitecustomize.py."""
+"""A receiver of weight pushes that takes one request at a time, as SGLang does, but receives into the same memory each
+time and loads nothing. ``python -m tools.bench.weight_receiver PORT RECEIPTS``; RECEIPTS as in
+timed_engine/sitecustomize.py."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
 GROUPS: dict[str, dist.ProcessGroup] = {}
+MEMORY = torch.empty(0, dtype=torch.uint8)
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -65,7 +67,9 @@ def receive(body: dict[str, Any]) -> dict[str, Any]:
     entered = time.monotonic()
     sizes = zip(body["shapes"], body["dtypes"], strict=True)
     nbytes = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in sizes)
-    dist.broadcast(torch.empty(nbytes, dtype=torch.uint8), 0, group=GROUPS[body["group_name"]])
+    if len(MEMORY) < nbytes:
+        MEMORY.resize_(nbytes)
+    dist.broadcast(MEMORY[:nbytes], 0, group=GROUPS[body["group_name"]])
     received = time.monotonic()
     return {"first": body["names"][0], "entered": entered, "received": received, "loaded": received}
 

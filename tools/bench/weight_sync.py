@@ -7,8 +7,9 @@ The first pushes a random MoE of GLM-4.5's architecture of 1.1 GB (bfloat16) thr
 into SGLang, and into a receiver that does nothing but receive (tools/bench/weight_receiver.py). Both write when they
 received each bucket, so the stall is divided into parts that add up. References from the same run: a copy in memory, on
 one rank while the others wait; and a gloo broadcast of the same bytes from one process to one other, at its best bucket
-size, and at that of the push into new memory every time, as SGLang receives. The second trains a model at a learning
-rate of 1e-6, served in bfloat16, and prints how much of it changes from one version to the next.
+size, and at that of the push into new memory every time, as SGLang would receive without KEEP_FREED_MEMORY. The second
+trains a model at a learning rate of 1e-6, served in bfloat16, and prints how much of it changes from one version to the
+next.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_sao.models.hf import read_hf_model, transformer_config
 from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Bucket, Gatherer
-from megatron_sao.weights.link import SourceLink
+from megatron_sao.weights.link import EngineControl, SourceLink
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.publish import Receiver
 from megatron_sao.weights.push import WeightPusher
@@ -47,7 +48,6 @@ RANKS = 4
 LAYOUT = {"world_size": RANKS, "nproc_per_node": RANKS, "tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}
 BUCKET_BYTES = 64 * 10**6
 PUSHES = 3
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as engines on a CPU have them
 TIMED_ENGINE = Path(__file__).parent / "timed_engine"
 MODEL = {
     "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 32000, "hidden_size": 1024,
@@ -100,7 +100,7 @@ def run_all() -> None:
         with (
             patch.dict(os.environ, {"PYTHONPATH": hooks, "BENCH_RECEIPTS": str(engine)}),
             serving("engine", config, Path(scratch)) as server,
-            subprocess.Popen(receiver, env=os.environ | HUGE_PAGES) as nothing_more,
+            subprocess.Popen(receiver) as nothing_more,
         ):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
             rank = ["-m", "tools.bench.weight_sync", "--rank-of", str(model)]
@@ -166,6 +166,16 @@ def push_once(pusher: WeightPusher, target: Target, version: str) -> dict[str, A
     receiver = Receiver(target.name, target.name, target.url, 1)
     posted: dict[str, float] = {}
     plain = SourceLink.send
+    pause, resume = EngineControl.pause, EngineControl.resume
+    busy: list[tuple[float, float]] = []
+
+    def timed_pause(control: EngineControl, mode: str) -> None:
+        busy.append(core_seconds())
+        pause(control, mode)
+
+    def timed_resume(control: EngineControl) -> None:
+        resume(control)
+        busy.append(core_seconds())
 
     def send(link: SourceLink, bucket: Bucket) -> None:
         posted[bucket.tensors[0][0]] = time.monotonic()
@@ -173,7 +183,10 @@ def push_once(pusher: WeightPusher, target: Target, version: str) -> dict[str, A
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     memory, cpu = resident("VmRSS"), time.process_time()
-    with patch.object(SourceLink, "send", send):
+    with (
+        patch.object(SourceLink, "send", send),
+        patch.multiple(EngineControl, pause=timed_pause, resume=timed_resume),
+    ):
         failed = pusher.push([receiver], version)
     assert not failed, failed
     mine = {"posted": posted, "memory": resident("VmHWM") - memory, "cpu": time.process_time() - cpu}
@@ -184,12 +197,21 @@ def push_once(pusher: WeightPusher, target: Target, version: str) -> dict[str, A
     receipts = [json.loads(line) for line in target.receipts.read_text().splitlines()]
     parts = account([s for s in sent if s], receipts[-sum(map(len, sent)) :])
     sources, others = ([rank for rank in ranks if bool(rank["posted"]) is sends] for sends in (True, False))
+    (busy_before, all_before), (busy_after, all_after) = busy
     return parts | {
+        "cores_busy": (busy_after - busy_before) / (all_after - all_before),
         "stall": pusher.times["stall"],
         "memory": max(rank["memory"] for rank in sources),
         "source_cpu": [rank["cpu"] for rank in sources],
         "other_cpu": [rank["cpu"] for rank in others],
     }
+
+
+def core_seconds() -> tuple[float, float]:
+    """Seconds that this machine's cores have worked, and those that have passed for them, in all."""
+    ticks = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
 
 
 def resident(field: str) -> int:
@@ -311,6 +333,7 @@ def push_rows(name: str, p: dict[str, Any], gb: float, raw: float) -> list[tuple
     return [
         (f"{name}: stall", f"{p['stall']:.2f} s = {p['stall'] / moved:.0%} of transfer and load (target 110%)"),
         ("  transfer: bytes moving", f"{rate(p['transfer'])} (target 80%)"),
+        ("  the machine's cores were busy", f"{p['cores_busy']:.0%} of the stall"),
         ("  load", f"{p['load']:.2f} s"),
         ("  no source has a bucket yet", f"{p['late']:.2f} s"),
         ("  from one bucket to the next", f"{p['turn_round']:.2f} s, {turn:.1f} ms each"),
