@@ -8,8 +8,8 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 
 def admit(
-    payload: bytes, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
-) -> tuple[Trajectory, bytes]:
+    payload: bytes | bytearray, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
+) -> tuple[Trajectory, bytes | bytearray]:
     """The trajectory in a request's body, and the bytes to store.
 
     Args:

@@ -53,6 +53,7 @@ class Visits:
         self.groups = Groups(db, drops, config.rl.group_size)
         self._demand = Demand(clock)
         self._order = (-1, epoch_order(0, 0, 0))
+        self._places: tuple[int, dict[str, int]] = (-1, {})
         leased = db.rows("SELECT id FROM visits WHERE state='leased'")
         self._deadlines = {row["id"]: clock() + config.buffer.lease_seconds for row in leased}
 
@@ -125,7 +126,7 @@ class Visits:
         number, position = self._db.get("cursor", [0, 0])
         if epoch // self.groups.size != number:
             return epoch // self.groups.size < number
-        return task_id in {self._tasks[i].id for i in self._epoch_order(number)[:position]}
+        return self._epoch_places(number)[task_id] < position
 
     def aside(self, after: int, limit: int) -> list[dict[str, Any]]:
         """Visits given up, poison tasks among them, in the order of their ids from behind ``after``."""
@@ -279,6 +280,13 @@ class Visits:
         if self._order[0] != number:
             self._order = (number, epoch_order(len(self._tasks), self._config.seed, number))
         return self._order[1]
+
+    def _epoch_places(self, number: int) -> dict[str, int]:
+        """Place of each task, by its id, in the order of an epoch."""
+        if self._places[0] != number:
+            order = self._epoch_order(number).tolist()
+            self._places = (number, {self._tasks[index].id: place for place, index in enumerate(order)})
+        return self._places[1]
 
     def _by_number(self, visit_id: int) -> Row:
         visit = self._db.row("SELECT * FROM visits WHERE id=?", visit_id)

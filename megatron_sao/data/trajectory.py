@@ -280,7 +280,7 @@ class Trajectory:
         return msgpack.packb(message)
 
     @staticmethod
-    def decode(data: bytes) -> Trajectory:
+    def decode(data: bytes | bytearray) -> Trajectory:
         """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
         try:
             message = msgpack.unpackb(data)
@@ -325,7 +325,7 @@ def _array(name: str, raw: Any, dtype: str) -> np.ndarray:
     itemsize = np.dtype(dtype).itemsize
     if type(raw) is not bytes or len(raw) % itemsize:
         raise TrajectoryError(f"{name}: expected raw bytes, a multiple of {itemsize}")
-    return np.frombuffer(raw, dtype).astype(np.dtype(dtype).newbyteorder("="))
+    return np.frombuffer(raw, dtype).astype(np.dtype(dtype).newbyteorder("="), copy=False)
 
 
 def _spans(name: str, raw: Any) -> list[tuple[str, int, int]]:

@@ -209,7 +209,7 @@ def measure_disk(directory: Path, payloads: list[bytes], group: int) -> Figures:
         started = time.perf_counter()
         for first in range(0, len(payloads), group):
             begun = time.perf_counter()
-            file.write(b"".join(payloads[first : first + group]))
+            os.writev(file.fileno(), payloads[first : first + group])
             os.fsync(file.fileno())
             latencies.append(time.perf_counter() - begun)
         seconds = time.perf_counter() - started
