@@ -215,6 +215,9 @@ class Run:
         )  # fmt: skip
         if policy_version is not None:
             self._attach_source(stage, policy_version)
+        for model in (policy, critic):
+            if model is not None:
+                model.trainable.offload()
         return stage
 
     def _attach_source(self, stage: Stage, policy_version: int) -> None:
@@ -227,7 +230,10 @@ class Run:
                 run_identity(self.run_dir, self.config.name), policy_version
             )
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
-        stage.fleet = EngineFleet(self.client, self._pusher(stage), self.incarnation, policy_version, self.world)
+        stage.fleet = EngineFleet(
+            self.client, self._pusher(stage), self.incarnation, policy_version, self.world,
+            stage.policy.trainable.resident,
+        )  # fmt: skip
         stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop, self.alarms)
 
     def _pusher(self, stage: Stage) -> WeightPusher:
