@@ -187,8 +187,11 @@ class Run:
         saved = self.checkpoints.contents(newest) if newest else Contents([], [])
         present = {name: chunks for name, chunks in models.items() if name in saved.models}
         resumed = {name: t for name, t in trained.items() if newest == position and name in saved.optimizers}
-        if newest:
-            self.checkpoints.load(newest, present, resumed)
+        for name, chunks in present.items():  # one after the other: no GPU need hold the state of two optimizers
+            own = {name: resumed[name]} if name in resumed else {}
+            self.checkpoints.load(newest, {name: chunks}, own)
+            for trainable in own.values():
+                trainable.offload_optimizer()
         for name, chunks in models.items():
             if name not in present:
                 config = chunks[0].config

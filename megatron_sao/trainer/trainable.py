@@ -107,9 +107,13 @@ class Trainable:
 
     def offload(self) -> None:
         """Let go, once the model is filled, of what the config has wait in host memory."""
+        self.offload_optimizer()
+        self._leave()
+
+    def offload_optimizer(self) -> None:
+        """Let go of the optimizer's state alone, where the config has it wait in host memory until its next step."""
         if self._parallel.offload_optimizer:
             self.optimizer.offload_to_cpu()
-        self._leave()
 
     def _leave(self) -> None:
         self._users -= 1
@@ -216,8 +220,7 @@ class Trainable:
         if self._parallel.offload_optimizer:
             self.optimizer.restore_from_cpu()
         successful, grad_norm, _ = self.optimizer.step()
-        if self._parallel.offload_optimizer:
-            self.optimizer.offload_to_cpu()
+        self.offload_optimizer()
         grad_norm = 0.0 if grad_norm is None else float(grad_norm)
         if not successful or not grad_norm < float("inf"):
             raise FloatingPointError(
