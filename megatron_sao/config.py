@@ -56,6 +56,7 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     offload_optimizer: bool = False  # main weights and moments wait in host memory between optimizer steps; bfloat16
+    offload_idle_model: bool = False  # policy and critic wait in host memory, gradient buffers dropped, while not used
     max_tokens_per_microbatch: PositiveInt = 8192  # over its cp ranks; a longer trajectory is one of its own
 
     @model_validator(mode="after")
@@ -370,6 +371,8 @@ class RunConfig(Section):
             "and cannot leave; set it to false or model.dtype to bfloat16": (
                 self.parallel.offload_optimizer and self.model.dtype == "float32"
             ),
+            f"parallel.offload_idle_model = true with algorithm.advantage = {algorithm.advantage!r}: without a critic "
+            "no model makes way for another; set it to false": self.parallel.offload_idle_model and not critic,
             f"algorithm.pi_old = latest_pushed: checkpoint.save_interval = {self.checkpoint.save_interval} must be a "
             f"multiple of rl.sync_interval = {rl.sync_interval}, so that a resumed run knows the pushed weights": (
                 algorithm.pi_old == "latest_pushed" and self.checkpoint.save_interval % rl.sync_interval != 0

@@ -20,6 +20,7 @@ class RankMemory:
     Attributes:
         policy, critic: what stays between steps; None without a critic.
         offloaded: whether the optimizers' part of that waits in host memory except during its own step.
+        in_turn: whether the model that is not at work waits there too, without its gradients.
         temporaries: of the optimizer's step.
         pushed: the weights that the engines have, where a baseline's ratio needs them.
         activations: of the worst micro-batch.
@@ -30,6 +31,7 @@ class RankMemory:
     policy: State
     critic: State | None
     offloaded: bool
+    in_turn: bool
     temporaries: int
     pushed: int
     activations: Activations
@@ -43,18 +45,23 @@ class RankMemory:
     @property
     def resident(self) -> int:
         """On the GPU all the time."""
-        states = sum(s.weights + s.gradients + (0 if self.offloaded else s.optimizer) for s in self.states)
-        return states + self.pushed + RESERVED_BYTES
+        optimizers = 0 if self.offloaded else sum(s.optimizer for s in self.states)
+        models = 0 if self.in_turn else sum(s.weights + s.gradients for s in self.states)
+        return models + optimizers + self.pushed + RESERVED_BYTES
 
     @property
     def phases(self) -> dict[str, int]:
         """What the GPU holds at the worst moment of each phase of a step."""
-        restored = max(s.optimizer for s in self.states) if self.offloaded else 0
-        return {
-            "forward and backward": self.resident + self.activations.total,
-            "optimizer step": self.resident + restored + self.temporaries,
-            "weight push": self.resident + self.push,
+        training = [s.weights + s.gradients if self.in_turn else 0 for s in self.states]
+        restored = [s.optimizer if self.offloaded else 0 for s in self.states]
+        phases = {
+            "forward and backward": self.resident + max(training) + self.activations.total,
+            "optimizer step": self.resident + max(map(sum, zip(training, restored, strict=True))) + self.temporaries,
+            "weight push": self.resident + (self.policy.weights if self.in_turn else 0) + self.push,
         }
+        if self.in_turn:  # else it takes nothing that is not there already
+            phases["checkpoint"] = self.resident + sum(s.weights for s in self.states)
+        return phases
 
     @property
     def peak(self) -> int:
@@ -66,7 +73,9 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        return PROCESS_BYTES + self.saved_copy + (sum(s.optimizer for s in self.states) if self.offloaded else 0)
+        optimizers = sum(s.optimizer for s in self.states) if self.offloaded else 0
+        models = sum(s.weights for s in self.states) if self.in_turn else 0  # room for each, at work or not
+        return PROCESS_BYTES + self.saved_copy + optimizers + models
 
 
 def rank_memory(
@@ -91,6 +100,7 @@ def rank_memory(
         policy=states["policy"],
         critic=states.get("critic"),
         offloaded=config.parallel.offload_optimizer,
+        in_turn=config.parallel.offload_idle_model,
         temporaries=temporaries,
         pushed=states["policy"].weights if keeps_pushed else 0,
         activations=acts,

@@ -38,6 +38,7 @@ def _cheaper_settings(config: RunConfig) -> list[str]:
         "model.recompute=full": config.model.recompute != "full",
         "parallel.distributed_optimizer=true": replicated and not parallel.distributed_optimizer,
         "parallel.offload_optimizer=true": config.model.dtype != "float32" and not parallel.offload_optimizer,
+        "parallel.offload_idle_model=true": config.algorithm.advantage == "critic" and not parallel.offload_idle_model,
     }
     return [override for override, helps in settings.items() if helps]
 

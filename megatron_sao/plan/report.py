@@ -74,10 +74,11 @@ def _rows(memory: RankMemory) -> dict[str, int]:
     """Bytes by the name of a row."""
     rows: dict[str, int] = {}
     where = " (on the host)" if memory.offloaded else ""
+    turn = " (in turn)" if memory.in_turn else ""
     for name, state in (("policy", memory.policy), ("critic", memory.critic)):
         if state is not None:
-            rows[f"{name}: weights"] = state.weights
-            rows[f"{name}: gradients"] = state.gradients
+            rows[f"{name}: weights{turn}"] = state.weights
+            rows[f"{name}: gradients{turn}"] = state.gradients
             rows[f"{name}: optimizer{where}"] = state.optimizer
     acts = memory.activations
     return rows | {

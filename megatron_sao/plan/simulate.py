@@ -201,8 +201,9 @@ def simulated_state(config: RunConfig, model: HFModel, policy: list[GPTModel]) -
 def _state(
     chunks: list[GPTModel], config: TransformerConfig, optimizer: OptimizerConfig, parallel: ParallelConfig
 ) -> State:
-    with META:
-        trainable = Trainable(chunks, config, optimizer, 1, parallel)
+    with META:  # the model as it is at work
+        whole = parallel.model_copy(update={"offload_idle_model": False})
+        trainable = Trainable(chunks, config, optimizer, 1, whole)
     weights = {*_storages(t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()))}
     buffers = [buffer for m in trainable.modules for buffer in (*m.buffers, *m.expert_parallel_buffers)]
     gradients = {*_storages(buffer.grad_data for buffer in buffers)}

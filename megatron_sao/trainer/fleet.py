@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from megatron_sao.buffer.client import BufferClient, BufferError, EngineInfo
 from megatron_sao.distributed import broadcast_json
@@ -27,12 +29,20 @@ class EngineFleet:
         client: the buffer's registry; used on rank 0 only.
         pusher: of the policy's weights.
         incarnation, policy_version: of this trainer and of the weights it starts with.
+        resident: a context in which the policy's weights can be read.
     """
 
     def __init__(
-        self, client: BufferClient, pusher: WeightPusher, incarnation: int, policy_version: int, world: World
+        self,
+        client: BufferClient,
+        pusher: WeightPusher,
+        incarnation: int,
+        policy_version: int,
+        world: World,
+        resident: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._client, self._pusher, self._world, self.incarnation = client, pusher, world, incarnation
+        self._resident = resident
         self._known: set[str] = set()  # keys of the engines that were there at the last look
         self._failures: dict[str, tuple[int, float]] = {}  # by key: pushes failed in a row, and when to try again
         self.version = f"{incarnation}.{policy_version}"
@@ -81,7 +91,8 @@ class EngineFleet:
             gone, self._known = self._known - live, live
         self._pusher.forget(sorted(gone) if self._world.is_leader else [])
         receivers = [Receiver(_key(e), e.id, e.url, e.tp, fresh=e.state != "clean") for e in engines]
-        failed = self._pusher.push(receivers, self.version)
+        with self._resident():
+            failed = self._pusher.push(receivers, self.version)
         for engine in engines:
             failures, _ = self._failures.pop(_key(engine), (0, 0.0))
             if _key(engine) in failed:

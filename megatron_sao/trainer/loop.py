@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -97,6 +97,11 @@ class Stage:
                 self.finish_save(wait=True)
             raise type(stopped)(f"{stopped}; the same command resumes from {position}") from None
 
+    def export(self) -> None:
+        """The policy as an HF directory in the run's."""
+        with self.policy.trainable.resident():
+            save_hf(self.exporter, self.model, self.run_dir / "hf")
+
     def stop_if_asked(self, stage: str, step: int, metrics: dict[str, float]) -> None:
         """Between two steps: judge the metrics of the last one and heed a signal. Raises Stopped."""
         with self.checkpoint_on_stop(stage, step):
@@ -104,11 +109,15 @@ class Stage:
             self.stop.check(stage, step)
 
     def _save(self, position: Position, trained: dict[str, Trainable]) -> None:
-        models = {"policy": self.policy.trainable.chunks}
+        held = {"policy": self.policy.trainable}
         if self.critic is not None:
-            models["critic"] = self.critic.trainable.chunks
+            held["critic"] = self.critic.trainable
         self.finish_save(wait=True)  # the one before
-        self.checkpoints.save(position, models, trained, extra={"running_mean": self.baseline.state_dict()})
+        with ExitStack() as stack:
+            for trainable in held.values():
+                stack.enter_context(trainable.resident())
+            models = {name: trainable.chunks for name, trainable in held.items()}
+            self.checkpoints.save(position, models, trained, extra={"running_mean": self.baseline.state_dict()})
         self.finish_save(wait=not self.config.checkpoint.asynchronous)
 
 
@@ -161,7 +170,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
     if first_step == 0:
         evaluate_if_live(stage, 0)
     if steps == 0:
-        save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
+        stage.export()
     for step in range(first_step, steps):
         at_step("rl", step)
         stage.finish_save(wait=False)
@@ -184,7 +193,7 @@ def run_rl(stage: Stage, steps: int, first_step: int) -> None:
         if evaluation_due or last:
             evaluate_if_live(stage, step + 1)
         if last:
-            save_hf(stage.exporter, stage.model, stage.run_dir / "hf")
+            stage.export()
         if (step + 1) % config.checkpoint.save_interval == 0 or last:
             stage.save("rl", step + 1)
         stage.stop_if_asked("rl", step + 1, metrics)

@@ -187,8 +187,11 @@ class Run:
         saved = self.checkpoints.contents(newest) if newest else Contents([], [])
         present = {name: chunks for name, chunks in models.items() if name in saved.models}
         resumed = {name: t for name, t in trained.items() if newest == position and name in saved.optimizers}
-        if newest:
-            self.checkpoints.load(newest, present, resumed)
+        for name, chunks in present.items():  # one after the other: no GPU need hold the state of two optimizers
+            own = {name: resumed[name]} if name in resumed else {}
+            self.checkpoints.load(newest, {name: chunks}, own)
+            for trainable in own.values():
+                trainable.offload_optimizer()
         for name, chunks in models.items():
             if name not in present:
                 config = chunks[0].config
@@ -215,6 +218,9 @@ class Run:
         )  # fmt: skip
         if policy_version is not None:
             self._attach_source(stage, policy_version)
+        for model in (policy, critic):
+            if model is not None:
+                model.trainable.offload()
         return stage
 
     def _attach_source(self, stage: Stage, policy_version: int) -> None:
@@ -227,7 +233,10 @@ class Run:
                 run_identity(self.run_dir, self.config.name), policy_version
             )
         self.incarnation = broadcast_json(self.incarnation, self.backend.device)
-        stage.fleet = EngineFleet(self.client, self._pusher(stage), self.incarnation, policy_version, self.world)
+        stage.fleet = EngineFleet(
+            self.client, self._pusher(stage), self.incarnation, policy_version, self.world,
+            stage.policy.trainable.resident,
+        )  # fmt: skip
         stage.source = LiveSource(self.client, stage.fleet, self.world, self.stop, self.alarms)
 
     def _pusher(self, stage: Stage) -> WeightPusher:

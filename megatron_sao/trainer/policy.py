@@ -84,7 +84,8 @@ class Policy:
     def remember_pushed(self, label: str) -> None:
         """Note that the engines have just been given the current weights, as ``label``: ``pi_old: latest_pushed``."""
         self.pushed_label = label
-        self._pushed = [p.detach().clone() for chunk in self.trainable.chunks for p in chunk.parameters()]
+        with self.trainable.resident():
+            self._pushed = [p.detach().clone() for chunk in self.trainable.chunks for p in chunk.parameters()]
 
     def _fill_old_logprobs(self, minibatches: list[list[MicroBatch]], algorithm: AlgorithmConfig) -> None:
         """Set ``old_logprobs`` for PPO's ratio; left out where the old policy is the one about to take its step."""
@@ -94,9 +95,10 @@ class Policy:
         if algorithm.pi_old == "rollout":
             old = [micro.rollout_logprobs for micro in batch]
         elif algorithm.pi_old == "latest_pushed":
-            self._swap_with_pushed()
-            old = self.logprobs(batch, self._temperature)
-            self._swap_with_pushed()
+            with self.trainable.resident():
+                self._swap_with_pushed()
+                old = self.logprobs(batch, self._temperature)
+                self._swap_with_pushed()
         elif len(minibatches) > 1:
             old = self.logprobs(batch, self._temperature)
         else:

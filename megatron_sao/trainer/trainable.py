@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_sao.config import OptimizerConfig, ParallelConfig
 from megatron_sao.models.dsa import freeze_indexers
 from megatron_sao.trainer.microbatch import MicroBatch
+from megatron_sao.trainer.offload import HostCopy
 
 Stats = dict[str, torch.Tensor]
 # What a loss function returns to Megatron's schedule: summed loss, denominator of this micro-batch, statistics.
@@ -37,7 +39,10 @@ class Trainable:
         config: their Megatron config; the schedule's hooks are set on it, so it must not be shared.
         optimizer: which one, its settings and the learning rate's.
         total_steps: optimizer steps of the stage, over which the learning rate decays.
-        parallel: whether to split the optimizer's state over data-parallel ranks and to keep it in host memory.
+        parallel: whether to split the optimizer's state over data-parallel ranks, and what waits in host memory.
+
+    Where the idle model waits there, its weights are at hand until the first :meth:`offload` and inside
+    :meth:`resident`, its gradient buffers in :meth:`train_step` alone.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Trainable:
         total_steps: int,
         parallel: ParallelConfig,
     ) -> None:
-        self.chunks, self.config = chunks, config
+        self._chunks, self.config = chunks, config
         freeze_indexers(chunks)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.bf16, use_distributed_optimizer=parallel.distributed_optimizer
@@ -62,11 +67,70 @@ class Trainable:
                 # Of a recomputed layer autograd sees the input alone: where the embedding is frozen that would need no
                 # gradient, and every weight behind it would silently get none.
                 chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
-        self.modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
+        self._modules = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
         self._settings, self._parallel, self._total_steps = optimizer, parallel, total_steps
         self.optimizer = self._new_optimizer()
         self.scheduler = self._new_scheduler()
+        self.device = next(chunks[0].parameters()).device
+        self._host: HostCopy | None = None
+        if parallel.offload_idle_model:
+            self._host = HostCopy(p for chunk in chunks for p in chunk.parameters())
+            self._drop_gradients()
+        self._users = 1  # of the weights: who fills them
         config.finalize_model_grads_func = finalize_model_grads
+
+    @property
+    def chunks(self) -> list[GPTModel]:
+        self._check_resident()
+        return self._chunks
+
+    @property
+    def modules(self) -> list[DistributedDataParallel]:
+        self._check_resident()
+        return self._modules
+
+    @contextmanager
+    def resident(self, gradients: bool = False) -> Iterator[None]:
+        """Have the weights at hand, with ``gradients`` their buffers too, zeroed. Inside another it changes nothing."""
+        self._users += 1
+        if self._host is not None:
+            self._host.come_back()
+            if gradients:
+                for module in self._modules:
+                    module.restore_grad_buffers(synchronize=self._on_gpu)
+        try:
+            yield
+        finally:
+            if self._host is not None and gradients:
+                self._drop_gradients()
+            self._leave()
+
+    def offload(self) -> None:
+        """Let go, once the model is filled, of what the config has wait in host memory."""
+        self.offload_optimizer()
+        self._leave()
+
+    def offload_optimizer(self) -> None:
+        """Let go of the optimizer's state alone, where the config has it wait in host memory until its next step."""
+        if self._parallel.offload_optimizer:
+            self.optimizer.offload_to_cpu()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if self._host is not None and self._users == 0:
+            self._host.leave()
+
+    def _drop_gradients(self) -> None:
+        for module in self._modules:
+            module.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=self._on_gpu)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _check_resident(self) -> None:
+        if self._host is not None and self._host.away:
+            raise RuntimeError("this model's weights wait in host memory; use them inside Trainable.resident()")
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments and step count, in place: fp32 main weights and schedule stay as they are."""
@@ -98,7 +162,7 @@ class Trainable:
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=self._parallel.distributed_optimizer,
             ),
-            self.modules,
+            self._modules,
         )
         self.config.grad_scale_func = optimizer.scale_loss
         return optimizer
@@ -122,7 +186,7 @@ class Trainable:
 
     def forward(self, microbatches: list[MicroBatch], forward_step: ForwardStep) -> list[Stats]:
         """Evaluate without gradients. Returns each micro-batch's statistics on the last pipeline stage, else []."""
-        with torch.no_grad():
+        with self.resident(), torch.no_grad():
             return self._run(microbatches, forward_step, forward_only=True)
 
     def train_step(
@@ -140,6 +204,12 @@ class Trainable:
         Raises:
             FloatingPointError: the gradient is not finite; the weights must not be used any more.
         """
+        with self.resident(gradients=True):
+            return self._train_step(microbatches, forward_step, keys)
+
+    def _train_step(
+        self, microbatches: list[MicroBatch], forward_step: ForwardStep, keys: list[str]
+    ) -> dict[str, float]:
         for module in self.modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -150,8 +220,7 @@ class Trainable:
         if self._parallel.offload_optimizer:
             self.optimizer.restore_from_cpu()
         successful, grad_norm, _ = self.optimizer.step()
-        if self._parallel.offload_optimizer:
-            self.optimizer.offload_to_cpu()
+        self.offload_optimizer()
         grad_norm = 0.0 if grad_norm is None else float(grad_norm)
         if not successful or not grad_norm < float("inf"):
             raise FloatingPointError(
@@ -159,10 +228,6 @@ class Trainable:
                 "lower the learning rate or look at the batch"
             )
         return stats | {"grad_norm": grad_norm}
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.chunks[0].parameters()).device
 
     @property
     def learning_rate(self) -> float:

@@ -39,7 +39,12 @@ def weights_of(chunks: list[GPTModel], config: TransformerConfig) -> Iterator[Lo
 
     Expert biases are buffers and included. On the last of several pipeline stages a tied head is a second copy of the
     embedding and comes under the embedding's name.
+
+    Raises:
+        RuntimeError: the weights are not there to be read, but wait in host memory.
     """
+    if any(p.numel() and not p.untyped_storage().nbytes() for chunk in chunks for p in chunk.parameters()):
+        raise RuntimeError("this model's weights wait in host memory; use them inside Trainable.resident()")
     for index, chunk in enumerate(chunks):
         layer_offset = get_transformer_layer_offset(config, vp_stage=chunk.vp_stage)
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()

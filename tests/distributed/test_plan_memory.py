@@ -60,6 +60,19 @@ def test_weights_gradients_and_optimizer_have_the_bytes_that_a_step_leaves(
                 assert planned[case][rank][name][part] == pytest.approx(actual, rel=0.02), (rank, name, part)
 
 
+def test_models_that_wait_in_turn_take_the_host_memory_foretold_and_train_bit_identically(
+    measured_and_planned: tuple[list[Any], Any],
+) -> None:
+    measured, planned = measured_and_planned
+    kept, in_turn = "DP2 bfloat16 distributed", "DP2 bfloat16 distributed, in turn"
+    for rank in range(2):
+        waiting = sum(measured[rank][in_turn][name]["waiting"] for name in ("policy", "critic"))
+        assert planned[in_turn][rank]["host"] - planned[kept][rank]["host"] == pytest.approx(waiting, rel=0.02)
+        assert measured[rank][in_turn]["metrics"] == measured[rank][kept]["metrics"]
+        for name in ("policy", "critic"):
+            assert measured[rank][in_turn][name]["digest"] == measured[rank][kept][name]["digest"]
+
+
 class FusedNorm(torch.autograd.Function):
     """Keeps what CUDA's fused kernel keeps; torch composes the norm of other operations on a CPU."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # dtype and layout on two rank
     "DP2 bfloat16 distributed": ("bfloat16", _DISTRIBUTED),
     "EP2 bfloat16 distributed": ("bfloat16", {"ep": 2} | _DISTRIBUTED),
     "PP2 bfloat16": ("bfloat16", {"pp": 2}),
+    "DP2 bfloat16 distributed, in turn": ("bfloat16", {"offload_idle_model": True} | _DISTRIBUTED),
 }
 
 
@@ -51,9 +53,21 @@ def step(model: Path, directory: Path) -> None:
         config = case_config(model, case)
         set_layout(config.parallel, seed=0)
         stage = Run(config, directory / str(index), batches, backend)._rl_stage(0)
-        sao_step(stage, 0, mixed_batch(), Stopwatch())
-        measured[case] = {name: allocated(trainable) for name, trainable in trainables(stage).items()}
+        metrics = sao_step(stage, 0, mixed_batch(), Stopwatch())
+        measured[case] = {"metrics": metrics}
+        for name, trainable in trainables(stage).items():
+            waiting = trainable._host.nbytes if config.parallel.offload_idle_model else 0
+            with trainable.resident(gradients=True):
+                measured[case][name] = allocated(trainable) | {"waiting": waiting, "digest": digest(trainable)}
     (directory / f"measured-{rank}.json").write_text(json.dumps(measured))
+
+
+def digest(trainable: Any) -> str:
+    """Of all weights."""
+    weights = hashlib.sha256()
+    for parameter in (p for chunk in trainable.chunks for p in chunk.parameters()):
+        weights.update(parameter.detach().float().numpy().tobytes())
+    return weights.hexdigest()
 
 
 def allocated(trainable: Any) -> dict[str, int]:
@@ -87,7 +101,7 @@ def plan(model: Path, directory: Path) -> None:
     for case in CASES:
         config = case_config(model, case)
         ranks = [rank.memory for rank, _ in plan_ranks(config, read_hf_model(model), range(2))]
-        planned[case] = [{"policy": asdict(m.policy), "critic": asdict(m.critic)} for m in ranks]
+        planned[case] = [{"policy": asdict(m.policy), "critic": asdict(m.critic), "host": m.host} for m in ranks]
     (directory / "planned.json").write_text(json.dumps(planned))
 
 

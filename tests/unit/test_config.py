@@ -101,6 +101,13 @@ def test_the_distributed_optimizer_is_refused_for_sgd(path):
         load_config(path, overrides)
 
 
+def test_a_model_without_another_beside_it_does_not_make_way(path):
+    overrides = ["value.steps=0", "algorithm.advantage=running_mean", "algorithm.truncation=terminal"]
+    with pytest.raises(ConfigError, match=r"offload_idle_model = true with algorithm\.advantage = 'running_mean'"):
+        load_config(path, [*overrides, "parallel.offload_idle_model=true"])
+    load_config(path, overrides)
+
+
 @pytest.mark.parametrize("study", ["study.yaml", "tuning.yaml"])
 def test_the_projects_own_configs_and_every_method_of_the_study_are_valid(study):
     for config in (ROOT / "model_configs").glob("*.yaml"):

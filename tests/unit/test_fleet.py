@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -56,7 +58,8 @@ class Pusher:
 @pytest.fixture
 def fleet(world: Backend) -> EngineFleet:
     registry = Registry()
-    made = EngineFleet(registry, Pusher(registry.log), 3, 7, World.current(torch.device("cpu"), ParallelConfig()))
+    here = World.current(torch.device("cpu"), ParallelConfig())
+    made = EngineFleet(registry, Pusher(registry.log), 3, 7, here, resident=nullcontext)
     for id in ("a", "b"):
         registry.by_id[id] = EngineInfo(id, f"http://{id}", "dirty", None, 1, 0.0)
     return made
@@ -129,3 +132,20 @@ def test_an_engine_that_leaves_is_forgotten_and_one_that_restarts_in_mid_push_st
     assert pusher.forgotten == ["a http://a"]
     assert registry.by_id["b"].state == "dirty"
     assert ("push", "3.9", "b") in registry.log
+
+
+def test_the_weights_are_at_hand_during_a_push_and_at_no_other_time(fleet: EngineFleet) -> None:
+    registry = fleet._client
+
+    @contextmanager
+    def resident() -> Iterator[None]:
+        registry.log.append(("here",))
+        yield
+        registry.log.append(("gone",))
+
+    fleet._resident = resident
+    fleet.publish(8)
+    assert [entry[0] for entry in registry.log] == ["dirty", "dirty", "here", "push", "gone", "clean", "clean"]
+    registry.log.clear()
+    fleet.refresh(8, interval=0.0)
+    assert registry.log == [], "every engine has them"

@@ -297,11 +297,11 @@ def test_submitting_and_supervising_need_no_more_than_tools_setup_launcher_txt()
     assert done.stdout.strip() == "[]"
 
 
-def test_the_large_run_of_the_documentation_is_a_job_of_81_nodes():
+def test_the_large_run_of_the_documentation_is_a_job_of_49_nodes():
     root = Path(__file__).parents[2]
     config = load_config(root / "model_configs" / "glm5_2_744b.yaml")
-    section = (root / "docs" / "running.md").read_text().split("## 80 nodes")[1]
+    section = (root / "docs" / "running.md").read_text().split("## 48 nodes")[1]
     nodes = re.search(r"--nodes=(\S+) --dry-run\n", section)[1]
     components = plan(config, nodes, 8)
-    assert [(component.nodes, component.gpus) for component in components] == [(1, 0), (64, 8), (16, 8)]
+    assert [(component.nodes, component.gpus) for component in components] == [(1, 0), (32, 8), (16, 8)]
     assert plan(config, None, 8)[1].nodes == 16
