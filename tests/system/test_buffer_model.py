@@ -31,7 +31,8 @@ class Visit:
 @dataclass
 class Stored:
     visit: int
-    oldest: int  # version of its oldest token
+    incarnation: int  # of the trainer that made the weights
+    oldest: int  # version of its oldest token under that trainer
     state: str = "stored"
     step: int | None = None
 
@@ -44,7 +45,7 @@ class Model:
         self.counts = Counter()
         self.batches = {}  # step → ids
         self.requested = self.committed = None
-        self.resumed = []  # policy version each incarnation started from
+        self.resumed = []  # policy version each incarnation, from 1 on, started from
 
     def outstanding(self):
         leased = sum(visit.state == "leased" for visit in self.visits.values())
@@ -75,7 +76,7 @@ class Model:
             self.give_back(visit)
             self.counts["leases_released"] += 1
 
-    def submit(self, id, number, attempt, oldest, failed):
+    def submit(self, id, number, attempt, incarnation, oldest, failed):
         visit = self.visits[number]
         if id in self.trajectories or visit.state == "done":
             self.counts["trajectories_duplicate"] += 1
@@ -87,7 +88,7 @@ class Model:
             visit.state = "done"
         elif visit.state == "leased" and visit.attempt == attempt:
             self.give_back(visit)
-        self.trajectories[id] = Stored(number, oldest, "failed" if failed else "stored")
+        self.trajectories[id] = Stored(number, incarnation, oldest, "failed" if failed else "stored")
         self.counts["trajectories_failed" if failed else "train_trajectories_accepted"] += 1
         return "dropped" if failed else "accepted"
 
@@ -95,7 +96,8 @@ class Model:
         self.requested = step
         if step not in self.batches:
             for id in self.in_state("stored"):
-                if step - min(self.trajectories[id].oldest, *self.resumed) > STALENESS:
+                found = self.trajectories[id]
+                if step - min([found.oldest, *self.resumed[found.incarnation :]]) > STALENESS:
                     self.trajectories[id].state = "dropped"
                     self.counts["dropped_stale"] += 1
             oldest = self.in_state("stored")[:BATCH]
@@ -187,7 +189,8 @@ class AnyHistory(RuleBasedStateMachine):
             versions=[(f"{self.incarnation}.{oldest}", 2, 6)], failure="crashed" if failed else None,
         )  # fmt: skip
         response = self.http.post(f"{self.buffer.url}/v1/trajectories", content=trajectory.encode())
-        expected = self.model.submit(id, int(lease["visit_id"]), lease["attempt"], oldest, failed)
+        visit = int(lease["visit_id"])
+        expected = self.model.submit(id, visit, lease["attempt"], self.incarnation, oldest, failed)
         assert response.json() == {"result": expected}
         if forget:
             self.leases.remove(lease)
