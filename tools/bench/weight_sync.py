@@ -315,6 +315,7 @@ def report(f: dict[str, Any]) -> str:
         ("convert", f"{f['convert_gb_s']:.2f} GB/s = {f['convert_gb_s'] / f['copy_gb_s']:.0%} of a copy (target 50%)"),
         ("gather and convert, both sources", f"{f['gather_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast, best bucket", f"{raw:.2f} GB/s"),
+        ("raw gloo broadcast, this bucket", f"{f[f'broadcast_{BUCKET_BYTES // 10**6}mb_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast into new memory", f"{f['new_memory_gb_s']:.2f} GB/s = {f['new_memory_gb_s'] / raw:.0%}"),
     ]  # fmt: skip
     for name in ("SGLang", "bare"):
