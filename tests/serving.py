@@ -38,6 +38,14 @@ class Server:
 @contextmanager
 def serving(name: str, config: RunConfig, log_dir: Path) -> Iterator[Server]:
     """A real server, started by the product's own command; killed at the end even if tests fail."""
+    with starting(name, config, log_dir) as server:
+        wait_for(server)
+        yield server
+
+
+@contextmanager
+def starting(name: str, config: RunConfig, log_dir: Path) -> Iterator[Server]:
+    """The same, but it may not serve yet, so that several can start at the same time."""
     os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
     reserved = reserve_port("127.0.0.1")
     port = port_of(reserved)
@@ -45,13 +53,15 @@ def serving(name: str, config: RunConfig, log_dir: Path) -> Iterator[Server]:
     process = SupervisedProcess(name, argv, env, log_dir)
     process.start()
     try:
-        url = f"http://127.0.0.1:{port}"
-        asyncio.run(wait_until_serving(process, url, TOKEN, INITIAL_VERSION, timeout=420))
-        engine = EngineInfo(name, url, "clean", INITIAL_VERSION, config.engine.tp, 0.0)
+        engine = EngineInfo(name, f"http://127.0.0.1:{port}", "clean", INITIAL_VERSION, config.engine.tp, 0.0)
         yield Server(engine, config, process)
     finally:
         process.kill()
         reserved.close()
+
+
+def wait_for(server: Server) -> None:
+    asyncio.run(wait_until_serving(server.process, server.engine.url, TOKEN, INITIAL_VERSION, timeout=420))
 
 
 def run_config(model_path: Path, **sections: Any) -> RunConfig:

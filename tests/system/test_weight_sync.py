@@ -1,13 +1,14 @@
 """New weights in real SGLang servers: every mode, verified, with deaths, joins and wrong weights.
 
-MoE on two servers of one rank each, and a tied dense model on a server of two ranks. The trainer is this process; the
-last tests push from two ranks.
+A MoE and a tied dense model, each on one and on two servers of one rank and on a server of two. The trainer is this
+process; the last tests push from two ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from megatron_sao.weights.delta import LocalCopy
 from megatron_sao.weights.gather import Bucket
 from megatron_sao.weights.link import EngineControl, SourceLink
 from megatron_sao.weights.push import WeightMismatch, WeightPusher
-from tests.serving import TOKEN, Server, run_config, serving
+from megatron_sao.weights.verify import EngineChecksums, differences
+from tests.serving import TOKEN, Server, run_config, serving, starting, wait_for
 from tests.tiny_models import write_llama
 from tests.trainer_side import PolicySide, receiver
 
@@ -50,9 +52,29 @@ def second_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def wide_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two ranks serve a tied dense model."""
-    path = write_llama(tmp_path_factory.mktemp("models") / "llama", intermediate_size=128)  # which SGLang does not pad
+def dense_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied dense model, of sizes that SGLang does not pad."""
+    return write_llama(tmp_path_factory.mktemp("models") / "llama", intermediate_size=128)
+
+
+@pytest.fixture(params=["moe", "dense"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
+    """Two servers of one rank each."""
+    if request.param == "moe":
+        yield [request.getfixturevalue("glm4_moe_server"), request.getfixturevalue("second_server")]
+        return
+    config = run_config(request.getfixturevalue("dense_path"))
+    with starting("d0", config, tmp_path) as first, serving("d1", config, tmp_path) as second:
+        wait_for(first)
+        yield [first, second]
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def wide_server(
+    request: pytest.FixtureRequest, dense_path: Path, glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of two ranks."""
+    path = {"dense": dense_path, "moe": glm4_moe_path}[request.param]
     config = run_config(path, engine={"tp": 2})
     with serving("wide", config, tmp_path_factory.mktemp("logs")) as server:
         yield server
@@ -97,8 +119,19 @@ def reference(model: torch.nn.Module, token_ids: list[int]) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0].numpy()
 
 
+def assert_holds(server: Server, policy: PolicySide) -> None:
+    """Every rank's checksums are those of its share of the policy's present weights."""
+    expected = EngineChecksums(policy.model, server.engine.tp, torch.float32)
+    for name, tensor in policy.exporter.tensors():
+        expected.add(name, tensor)
+    control = EngineControl(server.engine.url, TOKEN, timeout=60)
+    assert differences(expected.result(), control.checksums()) == []
+    control.close()
+
+
 def assert_serves(server: Server, version: str, policy: PolicySide, directory: Path, atol: float = 1e-5) -> None:
-    """Fresh tokens carry ``version`` and the log-probabilities of the policy's present weights."""
+    """The engine holds the policy's present weights; fresh tokens carry ``version`` and their log-probabilities."""
+    assert_holds(server, policy)
     model = AutoModelForCausalLM.from_pretrained(policy.save(directory), dtype=torch.float32).eval()
     prompts = [[1 + (7 * i + j) % 20 for j in range(4 + i)] for i in range(4)]
     for prompt, answer in zip(prompts, generate(server, prompts, 12), strict=True):
@@ -157,23 +190,6 @@ def test_in_place_only_what_was_in_flight_is_scored_with_old_keys(
     assert max(errors.values()) < 1e-5 < inexact
 
 
-def test_an_engine_joins_between_pushes_and_the_bytes_on_disk_are_the_same_for_it(
-    glm4_moe_server: Server, second_server: Server, moe: PolicySide, push: Callable[..., WeightPusher], tmp_path: Path
-) -> None:
-    both = [receiver(glm4_moe_server), receiver(second_server)]
-    for mode, number in (("group", 2), ("disk", 4)):
-        pusher = push(mode=mode)
-        moe.perturb(number)
-        assert pusher.push(both[:1], f"1.{number}") == {}
-        assert pusher.push(both[1:], f"1.{number}") == {}  # it comes late and gets the same version
-        for index, server in enumerate((glm4_moe_server, second_server)):
-            assert_serves(server, f"1.{number}", moe, tmp_path / f"{mode}-{index}")
-        moe.perturb(number + 1)
-        assert pusher.push(both, f"1.{number + 1}") == {}
-        assert_serves(second_server, f"1.{number + 1}", moe, tmp_path / f"{mode}-again")
-    assert sorted(path.name for path in (tmp_path / "weights" / "full").iterdir()) == ["1.4", "1.5"]
-
-
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Callable[[Server], LocalCopy]]:
     """Keeps copies of engines in a thread, as their sidecars do."""
@@ -195,6 +211,28 @@ def sidecar(tmp_path: Path) -> Iterator[Callable[[Server], LocalCopy]]:
     yield make
     done.set()
     thread.join()
+
+
+def test_an_engine_joins_between_pushes_in_every_mode(
+    pair: list[Server], world: Backend, push: Callable[..., WeightPusher], sidecar, tmp_path: Path
+) -> None:
+    """One engine alone, the other late with the same version, then both at once."""
+    policy = PolicySide(pair[0].model_path)
+    receivers, copies = [receiver(server) for server in pair], [sidecar(server) for server in pair]
+    for number, mode in ((2, "group"), (4, "disk"), (6, "delta")):
+        pusher = push(policy, mode=mode)
+        policy.perturb(number)
+        for index, server in enumerate(pair):
+            assert pusher.push([receivers[index]], f"1.{number}") == {}
+            assert_serves(server, f"1.{number}", policy, tmp_path / f"{mode}-{index}")
+        policy.perturb(number + 1)
+        assert pusher.push(receivers, f"1.{number + 1}") == {}
+        for index, server in enumerate(pair):
+            assert_serves(server, f"1.{number + 1}", policy, tmp_path / f"{mode}-both-{index}")
+        if mode == "disk":  # and the engine that joined has loaded the bytes that were there
+            assert sorted(path.name for path in (tmp_path / "weights" / "full").iterdir()) == ["1.4", "1.5"]
+    assert [copy.version for copy in copies] == ["1.7", "1.7"], "both were patched"
+    assert not (tmp_path / "weights" / "full" / "1.7").exists()
 
 
 def test_a_delta_changes_an_engine_and_a_broken_chain_falls_back_to_a_full_version(
@@ -222,7 +260,7 @@ def test_a_delta_changes_an_engine_and_a_broken_chain_falls_back_to_a_full_versi
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_of_a_dense_engine_hold_their_shares_in_every_mode(
+def test_two_ranks_of_an_engine_hold_their_shares_in_every_mode(
     dtype: str, wide_server: Server, world: Backend, push: Callable[..., WeightPusher], sidecar, tmp_path: Path
 ) -> None:
     """Served in float32, so that bfloat16 weights must arrive as what they are, exactly."""
@@ -238,38 +276,69 @@ def test_two_ranks_of_a_dense_engine_hold_their_shares_in_every_mode(
             assert_serves(wide_server, version, policy, tmp_path / f"{mode}-{number}-{step}")
 
 
-def flip_one_bit(bucket: Bucket) -> Bucket:
+def altered(bucket: Bucket, change: Callable[[str, torch.Tensor], None]) -> Bucket:
+    """A copy of a bucket after ``change`` has been at each of its tensors."""
     wrong = bucket.data.clone()
-    wrong[-1] ^= 1
     tensors, end = [], 0
     for name, tensor in bucket.tensors:
         end += tensor.nbytes
         tensors.append((name, wrong[end - tensor.nbytes : end].view(tensor.dtype).view(tensor.shape)))
+        change(*tensors[-1])
     return Bucket(wrong, tensors)
 
 
-@pytest.mark.parametrize("mode", ["group", "disk"])
+def flip_last_bit_of_head(name: str, tensor: torch.Tensor) -> None:
+    if name == "lm_head.weight":
+        tensor.view(-1).view(torch.uint8)[-1] ^= 1
+
+
+def mirror_right_half_of_down_projections(name: str, tensor: torch.Tensor) -> None:
+    if name.startswith("model.layers.1.") and name.endswith(".down_proj.weight"):
+        right = tensor.chunk(2, dim=1)[1]
+        right.copy_(right.flip(1))
+
+
+def test_what_one_of_two_ranks_holds_wrong_is_named_with_that_rank(
+    wide_server: Server, world: Backend, push: Callable[..., WeightPusher], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    policy = PolicySide(wide_server.model_path)
+    send = SourceLink.send
+    monkeypatch.setattr(
+        SourceLink, "send", lambda link, bucket: send(link, altered(bucket, mirror_right_half_of_down_projections))
+    )
+    wrong = {"llama": ["down_proj.weight"], "glm4_moe": ["experts.w2_weight", "shared_experts.down_proj.weight"]}
+    named = ", ".join(f"model.layers.1.mlp.{name} (rank 1)" for name in wrong[policy.model.model_type])
+    with pytest.raises(WeightMismatch, match=rf"{wide_server.engine.url}: {re.escape(named)}$"):
+        push(policy).push([receiver(wide_server)], "5.7")
+    monkeypatch.undo()
+    assert push(policy).push([receiver(wide_server)], "5.8") == {}
+    assert_serves(wide_server, "5.8", policy, tmp_path / "repaired")
+
+
+@pytest.mark.parametrize("mode", ["group", "disk", "delta"])
 def test_one_wrong_bit_on_the_way_stops_training_and_names_the_tensor(
-    mode: str, second_server: Server, moe: PolicySide, push: Callable[..., WeightPusher],
+    mode: str, second_server: Server, moe: PolicySide, push: Callable[..., WeightPusher], sidecar,
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    plain = {"send": SourceLink.send, "load": EngineControl.load}
+    send, load = SourceLink.send, EngineControl.load
 
-    def send(link: SourceLink, bucket: Bucket) -> None:
-        last = any(name == "lm_head.weight" for name, _ in bucket.tensors)
-        plain["send"](link, flip_one_bit(bucket) if last else bucket)
-
-    def load(control: EngineControl, directory: Path, *arguments: Any) -> None:
+    def load_wrong(control: EngineControl, directory: Path, *arguments: Any) -> None:
         file = max(directory.glob("*.safetensors"))  # the last bucket, which ends in the head
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-        plain["load"](control, directory, *arguments)
+        load(control, directory, *arguments)
 
-    monkeypatch.setattr(SourceLink, "send", send)
-    monkeypatch.setattr(EngineControl, "load", load)
-    with pytest.raises(WeightMismatch, match=rf"weights 5.{len(mode)} .*{second_server.engine.url}: lm_head.weight$"):
-        push(mode=mode).push([receiver(second_server)], f"5.{len(mode)}")
+    pusher, version = push(mode=mode), f"5.{len(mode)}"
+    if mode == "delta":
+        copy = sidecar(second_server)
+        assert pusher.push([receiver(second_server)], "5.1") == {}  # in full
+    monkeypatch.setattr(SourceLink, "send", lambda link, bucket: send(link, altered(bucket, flip_last_bit_of_head)))
+    monkeypatch.setattr(EngineControl, "load", load_wrong)
+    with pytest.raises(WeightMismatch, match=rf"weights {version} .*{second_server.engine.url}: lm_head.weight$"):
+        pusher.push([receiver(second_server)], version)
+    assert mode != "delta" or copy.version == version, "a patched copy was loaded"
     monkeypatch.undo()
     pusher = push()
     assert pusher.push([receiver(second_server)], "5.9") == {}
