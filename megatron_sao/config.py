@@ -481,7 +481,10 @@ def _sentence(problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         known = _fields_at(problem["loc"][:-1])
         near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.0)
-        return f"unknown key {where!r}; the nearest known key is {near[0]!r}" if near else f"unknown key {where!r}"
+        if not near:
+            return f"unknown key {where!r}"
+        nearest = ".".join([*(str(part) for part in problem["loc"][:-1]), near[0]])
+        return f"unknown key {where!r}; the nearest known key is {nearest!r}"
     if problem["type"] == "missing":
         return f"{where!r} is required and missing"
     message = problem["msg"].removeprefix("Value error, ")

@@ -207,7 +207,7 @@ class Store:
             *self._segments.append(payload),
             trajectory.num_tokens,
             trajectory.num_action_tokens,
-            json.dumps(sorted(trajectory.action_versions)),
+            json.dumps(sorted(trajectory.action_versions, key=parse_version)),
             failure,
         )
         if failure:

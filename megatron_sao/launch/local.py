@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_sao.config import ConfigError, RunConfig, load_config
 from megatron_sao.data.routing import replayed_routing
-from megatron_sao.data.tasks import load_tasks
+from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess, SupervisedRanks
 from megatron_sao.launch.supervise import (
@@ -69,8 +69,9 @@ def check_inputs(config: RunConfig) -> None:
     for name, path in config.data:
         if path is not None and not path.is_file():
             raise ConfigError(f"data.{name} = {path} is not a file; make it or correct the path")
+    _count_tasks("train", config.data.train)
     if config.data.eval is not None:
-        held_out = len(load_tasks(config.data.eval))
+        held_out = _count_tasks("eval", config.data.eval)
         if held_out < config.eval.prompts:
             raise ConfigError(
                 f"eval.prompts = {config.eval.prompts}, but data.eval = {config.data.eval} holds {held_out} tasks; "
@@ -81,8 +82,20 @@ def check_inputs(config: RunConfig) -> None:
     replayed_routing(config)
 
 
+def _count_tasks(name: str, path: Path) -> int:
+    try:
+        return len(load_tasks(path))
+    except TaskError as error:
+        raise ConfigError(f"data.{name}: {error}; correct it and start again") from error
+
+
 def check_one_machine(config: RunConfig) -> None:
-    """Raises ConfigError for ranks meant for other machines."""
+    """Raises ConfigError for ranks meant for other machines, and for an environment or reward that is not there."""
+    from megatron_sao.rollout.loading import load_object  # with packages that a node that only submits jobs lacks
+
+    load_object(config.rollout.environment, "rollout.environment")
+    if config.rollout.reward is not None:
+        load_object(config.rollout.reward, "rollout.reward")
     parallel = config.parallel
     if parallel.nproc_per_node != parallel.world_size:
         raise ConfigError(
@@ -92,9 +105,10 @@ def check_one_machine(config: RunConfig) -> None:
 
 
 def check_run_dir(config: RunConfig, run_dir: Path) -> None:
-    """Raises ConfigError unless ``run_dir`` is new, empty, or holds a run of just this config; and on a full disk."""
+    """Raises ConfigError unless ``run_dir`` is new, empty, or holds a run of just this config, or of any that has not
+    produced anything; and on a full disk. Logs alone are none: an evaluation leaves them."""
     saved = run_dir / "config.yaml"
-    if saved.is_file():
+    if saved.is_file() and _has_begun(run_dir):
         sections = (set_up.model_dump(exclude=set(OBSERVING)) for set_up in (load_config(saved), config))
         name, before, now = next(differences(*sections), (None, None, None))
         if name is not None:
@@ -104,12 +118,18 @@ def check_run_dir(config: RunConfig, run_dir: Path) -> None:
             )
     elif run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"--run-dir {run_dir} is a file; choose another")
-    elif run_dir.is_dir() and any(run_dir.iterdir()):
+    elif run_dir.is_dir() and not saved.is_file() and any(entry.name != "logs" for entry in run_dir.iterdir()):
         raise ConfigError(f"--run-dir {run_dir} is not empty and holds no config.yaml, so no run; choose another")
     existing = next(parent for parent in (run_dir, *run_dir.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE_BYTES:
         raise ConfigError(f"--run-dir {run_dir}: {free / 1e9:.2f} GB of disk are free and a run needs 1 GB at least")
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a start got as far as a rollout or a step; before that a mistake in the config may be corrected."""
+    made = (run_dir / "metrics.jsonl", run_dir / "checkpoints" / "latest", *run_dir.glob("buffer/segments/*.seg"))
+    return any(path.is_file() and path.stat().st_size > 0 for path in made)
 
 
 def is_complete(config: RunConfig, run_dir: Path) -> bool:

@@ -53,7 +53,7 @@ def test_overrides_are_yaml_values_and_reach_any_depth(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rl.batchsize=3", "unknown key 'rl.batchsize'; the nearest known key is 'batch_size'"),
+        ("rl.batchsize=3", "unknown key 'rl.batchsize'; the nearest known key is 'rl.batch_size'"),
         ("rll.steps=3", "unknown key 'rll'; the nearest known key is 'rl'"),
         ("rl.policy_optimizer.learning_rate=1", "unknown key 'rl.policy_optimizer.learning_rate'"),
         ("rl.batch_size=many", "'rl.batch_size' = 'many'"),

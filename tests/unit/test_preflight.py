@@ -20,7 +20,7 @@ from megatron_sao.launch.progress import Metrics, Progress, clock
 def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "tasks.jsonl").write_text("")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1="}\n')
     return make(tmp_path)
 
 
@@ -29,7 +29,7 @@ def make(tmp_path: Path, **sections: dict) -> RunConfig:
         "name": "a-run",
         "model": {"path": tmp_path / "model"},
         "data": {"train": tmp_path / "tasks.jsonl"},
-        "rollout": {"environment": "none:None"},
+        "rollout": {"environment": "json:loads"},  # importable
     }
     return parse_config(base | sections)
 
@@ -48,6 +48,8 @@ def test_a_complete_config_passes_and_gets_distinct_ports(config, tmp_path):
         ({"data": {"train": "/nowhere/t.jsonl"}}, "data.train = /nowhere/t.jsonl is not a file"),
         ({"sft": {"steps": 5}}, "sft.steps = 5 needs demonstrations"),
         ({"parallel": {"world_size": 2}}, "parallel.nproc_per_node = 1 and world_size = 2"),
+        ({"rollout": {"environment": "json:Nope"}}, r"rollout\.environment = 'json:Nope': .* defines no 'Nope'"),
+        ({"rollout": {"environment": "json:loads", "reward": "nope:r"}}, r"rollout\.reward = 'nope:r': no module"),
     ],
 )
 def test_what_is_missing_is_named(config, tmp_path, sections, message):
@@ -84,10 +86,20 @@ def test_two_parts_with_one_port_are_refused(tmp_path, config):
         local.choose_ports(make(tmp_path, buffer={"port": port}, engine={"port": port}))
 
 
-def test_a_run_is_resumed_only_with_the_config_it_began_with(tmp_path, config):
+def test_a_broken_line_of_the_tasks_is_named_with_its_field(config, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+')
+    with pytest.raises(ConfigError, match=r"data\.train: .*tasks\.jsonl:2: not valid JSON"):
+        local.check_inputs(config)
+
+
+@pytest.mark.parametrize("made", ["metrics.jsonl", "checkpoints/latest", "buffer/segments/00000001.seg"])
+def test_a_run_is_resumed_only_with_the_config_it_began_with(tmp_path, config, made):
     run_dir = tmp_path / "run"
-    run_dir.mkdir()
+    (run_dir / made).parent.mkdir(parents=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
+    (run_dir / made).touch()
+    local.check_run_dir(make(tmp_path, rl={"steps": 7}), run_dir)  # a mistake that was found before anything was made
+    (run_dir / made).write_text("something")
     local.check_run_dir(config, run_dir)
     with pytest.raises(ConfigError, match=r"rl\.steps = 7 now, but 1000 in .*config\.yaml"):
         local.check_run_dir(make(tmp_path, rl={"steps": 7}), run_dir)
@@ -97,6 +109,7 @@ def test_what_only_observes_may_change_when_a_run_is_resumed(tmp_path, config):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
+    (run_dir / "metrics.jsonl").write_text("{}\n")
     alarms = {"masked_above": {"limit": 0.5, "action": "stop"}}
     local.check_run_dir(make(tmp_path, alarms=alarms, logging={"samples_every": 5}), run_dir)
 
@@ -130,6 +143,11 @@ def test_a_run_is_complete_when_its_policy_is_exported_and_no_step_is_left(
 def test_a_directory_that_is_no_run_is_refused(tmp_path, config):
     with pytest.raises(ConfigError, match=r"holds no config\.yaml"):
         local.check_run_dir(config, tmp_path)
+
+
+def test_the_log_of_an_evaluation_is_no_run(tmp_path, config):
+    (tmp_path / "new" / "logs").mkdir(parents=True)
+    local.check_run_dir(config, tmp_path / "new")
 
 
 def test_a_config_error_is_one_sentence_and_exit_code_2(tmp_path, capsys):
