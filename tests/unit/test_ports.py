@@ -17,6 +17,7 @@ IP_LOCAL_PORT_RANGE = 51  # Linux 6.3: the range that a socket's free port comes
 
 # Stands for SGLang's modules: a server that cannot listen, and its warm-up thread.
 SGLANG = {
+    "srt/environ": "def third_party_cache_defaults(): return {'TORCHINDUCTOR_CACHE_DIR': '/nowhere'}\n",
     "__init__": "",
     "srt/__init__": "",
     "launch_server": """
