@@ -103,7 +103,7 @@ class FakeJob(Job):
         self.pids.mkdir()
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text("{}")
-        (folder / "tasks.jsonl").write_text("")
+        (folder / "tasks.jsonl").write_text('{"prompt": "1+1="}')
         config = {
             "name": "fake",
             "model": {"path": str(folder / "model")},

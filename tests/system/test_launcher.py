@@ -27,7 +27,7 @@ class Run:
         self.pids.mkdir(exist_ok=True)
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "config.json").write_text("{}")
-        (folder / "tasks.jsonl").write_text("")
+        (folder / "tasks.jsonl").write_text('{"prompt": "1+1="}')
         config = {
             "name": "fake",
             "model": {"path": str(folder / "model"), "device": "cpu"},

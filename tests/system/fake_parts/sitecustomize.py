@@ -60,3 +60,6 @@ if "FAKE_PIDS" in os.environ:
         for module, name in modules.items():
             setattr(stand_in, module, part(name))
         sys.modules[stand_in.__name__] = stand_in
+        if package == "rollout":  # whose environments the launcher looks for
+            loading = types.SimpleNamespace(load_object=lambda _path, _field: None)
+            sys.modules[f"{stand_in.__name__}.loading"] = loading
