@@ -169,6 +169,7 @@ def test_a_run_directory_in_use_or_with_other_settings_is_refused(launch):
     assert code == 2 and "belongs to a run in progress" in errors
     first.process.terminate()
     first.finish()
+    (first.run_dir / "metrics.jsonl").write_text("{}\n")  # else nothing has come of it, and its settings may change
     before = len(list(first.pids.iterdir()))
     code, errors = launch({}, max_tokens_per_microbatch=7).finish()
     assert code == 2 and "parallel.max_tokens_per_microbatch = 7 now, but 8192 in" in errors
