@@ -477,14 +477,11 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _sentence(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"])
+    loc, where = problem["loc"], ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
-        known = _fields_at(problem["loc"][:-1])
-        near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.0)
-        if not near:
-            return f"unknown key {where!r}"
-        nearest = ".".join([*(str(part) for part in problem["loc"][:-1]), near[0]])
-        return f"unknown key {where!r}; the nearest known key is {nearest!r}"
+        near = difflib.get_close_matches(str(loc[-1]), _fields_at(loc[:-1]), n=1, cutoff=0.0)
+        nearest = ".".join(map(str, (*loc[:-1], *near)))
+        return f"unknown key {where!r}" + (f"; the nearest known key is {nearest!r}" if near else "")
     if problem["type"] == "missing":
         return f"{where!r} is required and missing"
     message = problem["msg"].removeprefix("Value error, ")

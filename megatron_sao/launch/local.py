@@ -41,6 +41,7 @@ def main(config: RunConfig, run_dir: Path) -> int:
     """
     check_inputs(config)
     check_one_machine(config)
+    check_environment(config)
     check_run_dir(config, run_dir)
     if is_complete(config, run_dir):
         print(f"megatron-sao: the run in {run_dir} is complete; its policy is in {run_dir / 'hf'}")
@@ -90,18 +91,22 @@ def _count_tasks(name: str, path: Path) -> int:
 
 
 def check_one_machine(config: RunConfig) -> None:
-    """Raises ConfigError for ranks meant for other machines, and for an environment or reward that is not there."""
-    from megatron_sao.rollout.loading import load_object  # with packages that a node that only submits jobs lacks
-
-    load_object(config.rollout.environment, "rollout.environment")
-    if config.rollout.reward is not None:
-        load_object(config.rollout.reward, "rollout.reward")
+    """Raises ConfigError for ranks meant for other machines."""
     parallel = config.parallel
     if parallel.nproc_per_node != parallel.world_size:
         raise ConfigError(
             f"parallel.nproc_per_node = {parallel.nproc_per_node} and world_size = {parallel.world_size}: run starts "
             "all ranks on this machine, so both must be equal; `megatron-sao slurm` starts them on several"
         )
+
+
+def check_environment(config: RunConfig) -> None:
+    """Raises ConfigError for an environment or a reward that is not there."""
+    from megatron_sao.rollout.loading import load_object  # with packages that a node that only submits jobs lacks
+
+    load_object(config.rollout.environment, "rollout.environment")
+    if config.rollout.reward is not None:
+        load_object(config.rollout.reward, "rollout.reward")
 
 
 def check_run_dir(config: RunConfig, run_dir: Path) -> None:

@@ -23,6 +23,7 @@ from megatron_sao.config import OptimizerConfig, ParallelConfig
 from megatron_sao.models.dsa import freeze_indexers
 from megatron_sao.trainer.microbatch import MicroBatch
 from megatron_sao.trainer.offload import HostCopy
+from megatron_sao.weights.load import AWAY
 
 Stats = dict[str, torch.Tensor]
 # What a loss function returns to Megatron's schedule: summed loss, denominator of this micro-batch, statistics.
@@ -130,7 +131,7 @@ class Trainable:
 
     def _check_resident(self) -> None:
         if self._host is not None and self._host.away:
-            raise RuntimeError("this model's weights wait in host memory; use them inside Trainable.resident()")
+            raise RuntimeError(AWAY)
 
     def reset_optimizer(self) -> None:
         """Forget Adam's moments and step count, in place: fp32 main weights and schedule stay as they are."""

@@ -17,6 +17,8 @@ from megatron_sao.models.hf import HFModel
 from megatron_sao.models.mapping import Entry, entries, global_name, mtp_tensors, shard, unshard
 from megatron_sao.weights.hf_files import HFTensors, WeightError
 
+AWAY = "this model's weights wait in host memory; use them inside Trainable.resident()"
+
 
 @dataclass(frozen=True)
 class LocalTensor:
@@ -44,7 +46,7 @@ def weights_of(chunks: list[GPTModel], config: TransformerConfig) -> Iterator[Lo
         RuntimeError: the weights are not there to be read, but wait in host memory.
     """
     if any(p.numel() and not p.untyped_storage().nbytes() for chunk in chunks for p in chunk.parameters()):
-        raise RuntimeError("this model's weights wait in host memory; use them inside Trainable.resident()")
+        raise RuntimeError(AWAY)
     for index, chunk in enumerate(chunks):
         layer_offset = get_transformer_layer_offset(config, vp_stage=chunk.vp_stage)
         experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()

@@ -57,6 +57,7 @@ def test_what_is_missing_is_named(config, tmp_path, sections, message):
         given = make(tmp_path, **sections)
         local.check_inputs(given)
         local.check_one_machine(given)
+        local.check_environment(given)
 
 
 def test_a_converted_model_that_is_missing_is_named(config, tmp_path):
