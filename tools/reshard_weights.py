@@ -43,17 +43,8 @@ from megatron_sao.weights.hf_files import HFTensors
 from megatron_sao.weights.link import EngineControl, PushError
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.publish import Receiver
-from megatron_sao.weights.push import WeightMismatch, WeightPusher
-from megatron_sao.weights.reshard import (
-    Layout,
-    Plan,
-    Traffic,
-    Weight,
-    broadcast_traffic,
-    build_plan,
-    p2p_traffic,
-    spread_sources,
-)
+from megatron_sao.weights.push import WeightMismatch, WeightPusher, push_plan
+from megatron_sao.weights.reshard import Layout, Plan, Traffic, Weight, broadcast_traffic, p2p_traffic
 from megatron_sao.weights.verify import CHECKED_MODEL_TYPES, EngineChecksums, differences
 
 GB = 1e9
@@ -86,7 +77,8 @@ def plan(options: argparse.Namespace) -> int:
         )
         for entry in entries(model, config)
     ]
-    made = build_plan(weights, layout, options.bucket_bytes, spread_sources(layout, options.sources_per_stage))
+    settings = WeightsConfig(bucket_bytes=options.bucket_bytes, sources_per_stage=options.sources_per_stage)
+    made = push_plan(weights, layout, settings)
     tps = [options.engine_tp] * options.engines
     seconds = time.monotonic() - started
     report = _report(made, layout, tps, options.bandwidth * GB, options.engine_bandwidth * GB) | {"seconds": seconds}
@@ -144,9 +136,9 @@ def push(options: argparse.Namespace) -> int:
         chunks = build_policy(model, config, "native")
         load_hf_weights(chunks, model, config, "policy")
         exporter = HFExporter(chunks, model, config)
-        sources = spread_sources(exporter.layout, 1)
-        made = build_plan(exporter.weights, exporter.layout, options.bucket_bytes, sources)
-        settings = WeightsConfig(verify_every=int(model.model_type in CHECKED_MODEL_TYPES), timeout=options.timeout)
+        verified = int(model.model_type in CHECKED_MODEL_TYPES)
+        settings = WeightsConfig(bucket_bytes=options.bucket_bytes, verify_every=verified, timeout=options.timeout)
+        made = push_plan(exporter.weights, exporter.layout, settings)
         pusher = WeightPusher(
             Gatherer(made, chunks, config), model, settings, _token(), backend.distributed_backend,
             Path("unused"), getattr(torch, options.dtype),

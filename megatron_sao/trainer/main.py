@@ -38,8 +38,7 @@ from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Gatherer
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.megatron_files import load_megatron_weights
-from megatron_sao.weights.push import WeightPusher
-from megatron_sao.weights.reshard import build_plan, spread_sources
+from megatron_sao.weights.push import WeightPusher, push_plan
 
 log = logging.getLogger(__name__)
 
@@ -241,8 +240,7 @@ class Run:
 
     def _pusher(self, stage: Stage) -> WeightPusher:
         settings, exporter, policy = self.config.weights, stage.exporter, stage.policy.trainable
-        sources = spread_sources(exporter.layout, settings.sources_per_stage)
-        plan = build_plan(exporter.weights, exporter.layout, settings.bucket_bytes, sources)
+        plan = push_plan(exporter.weights, exporter.layout, settings)
         return WeightPusher(
             Gatherer(plan, policy.chunks, policy.config),
             self.model,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from megatron_sao.models.hf import HFModel
 from megatron_sao.weights.gather import Bucket, Gatherer, use_in_turn
 from megatron_sao.weights.link import EngineControl, SourceLink
 from megatron_sao.weights.publish import Publisher, Receiver
+from megatron_sao.weights.reshard import Layout, Plan, Weight, build_plan, spread_sources
 from megatron_sao.weights.verify import EngineChecksums, add_bucket, differences
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ class WeightMismatch(RuntimeError):
     """An engine does not hold the weights that were sent to it; the message names the tensors."""
 
 
+def push_plan(weights: Sequence[Weight], layout: Layout, settings: WeightsConfig) -> Plan:
+    """Who gathers and sends what in every push. Raises ConfigError."""
+    sources = spread_sources(layout, settings.sources_per_stage)
+    return build_plan(weights, layout, settings.bucket_bytes, sources, experts_together=settings.verify_every > 0)
+
+
 class WeightPusher:
     """Brings a gatherer's weights to engines. Every method is collective over trainer ranks.
 
@@ -42,6 +49,7 @@ class WeightPusher:
     trainer; what all ranks do next is agreed after each phase.
 
     Args:
+        gatherer: of a plan made by :func:`push_plan` with the same ``settings``.
         token: the engines' key.
         backend: ``gloo`` or ``nccl``.
         directory: where version directories go, for ``weights.mode`` disk and delta.
@@ -96,7 +104,7 @@ class WeightPusher:
             failed, conclude = self._send(receivers, failed, version, checksums)
         else:
             failed, conclude = self._publish(receivers, failed, version, checksums)
-        expected = self._expected(checksums)
+        expected = self._expected(checksums) if due else {}
         wrong: dict[str, list[str]] = {}
         stalls: list[float] = []
 
@@ -128,8 +136,8 @@ class WeightPusher:
     def _send(
         self, receivers: list[Receiver], failed: dict[str, str], version: str, checksums: list[EngineChecksums]
     ) -> tuple[dict[str, str], Callable[[Receiver], None]]:
-        """Broadcast every bucket to every engine, which pauses only when the first is ready. The leader then has to
-        label and end the update."""
+        """Broadcast every bucket to every engine, which pauses only when as many are ready as there is memory for. The
+        leader then has to label and end the update."""
         if self._gatherer.is_source:
             failed = failed | self._each(receivers, failed, lambda r: self._links[r.key].connect())
         failed = self._agree(failed)
@@ -139,7 +147,8 @@ class WeightPusher:
             self._controls[receiver.key].begin()
 
         buckets = self._gatherer.buckets()
-        first = next(buckets)
+        ready = list(islice(buckets, 2))
+        dist.barrier()  # no engine is to pause while some other source still gathers
         failed = self._agree(failed | (self._each(receivers, failed, begin) if self._rank == 0 else {}))
         started = time.monotonic()
 
@@ -151,7 +160,7 @@ class WeightPusher:
             for key, future in sending.items():
                 self._attempt(key, failed, future.result)
 
-        use_in_turn(chain([first], buckets), send)
+        use_in_turn(chain(ready, buckets), send)
         if self._gatherer.is_source:
             failed |= self._each(receivers, failed, lambda r: self._links[r.key].finish())
         failed = self._agree(failed)

@@ -208,13 +208,22 @@ def spread_sources(layout: Layout, per_stage: int) -> tuple[int, ...]:
     return tuple(range(0, layout.world_size, layout.stage_size // per_stage))
 
 
-def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sources: tuple[int, ...]) -> Plan:
+def build_plan(
+    weights: Sequence[Weight],
+    layout: Layout,
+    bucket_bytes: int,
+    sources: tuple[int, ...],
+    experts_together: bool = True,
+) -> Plan:
     """Decide who gathers and sends what.
 
-    Every weight is sent by one source: one of its own pipeline stage where there is any, the one with the fewest bytes
-    so far. A layer's experts stay together, in order, so that their source can compute the checksum of the tensor
-    into which an engine fuses them. Each shard is given by one of its replicas: the one that the source is part of,
-    else the one that has given least.
+    Every weight is sent by one source: one that holds a part of it where there is any, else one of its own pipeline
+    stage; of these the one with the fewest bytes so far. Each shard is given by one of its replicas: the one that the
+    source is part of, else the one that has given least.
+
+    Args:
+        experts_together: one source of its stage sends all experts of a layer, in order, and so can compute the
+            checksum of the tensor into which an engine fuses them; otherwise each may come from where it is.
 
     Raises:
         ConfigError: a tensor cannot be divided as the layout says.
@@ -226,11 +235,10 @@ def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sou
     transfers = []
     for weight in weights:
         _check_divisible(weight, layout)
-        unit = _unit(weight.entry)
+        unit = _unit(weight.entry) if experts_together else weight.entry.name
         if unit not in owners:
-            stages = layout.stages(weight.entry)
-            near = [source for source in sources if source // layout.stage_size in stages]
-            owners[unit] = min(near or sources, key=lambda source: (load[source], source))
+            candidates = _nearest(sources, weight.entry, layout, unit == weight.entry.name)
+            owners[unit] = min(candidates, key=lambda source: (load[source], source))
         source = owners[unit]
         load[source] += weight.nbytes
         holders = _holders(layout.replicas(weight.entry), source, given)
@@ -242,6 +250,16 @@ def build_plan(weights: Sequence[Weight], layout: Layout, bucket_bytes: int, sou
         transfers.append(Transfer(weight, holders, source, bucket, filled))
         filling[source] = bucket, filled + weight.nbytes
     return Plan(layout, sources, tuple(transfers))
+
+
+def _nearest(sources: tuple[int, ...], entry: Entry, layout: Layout, alone: bool) -> Sequence[int]:
+    """The sources that hold a part of ``entry``, if it goes ``alone``; else those of its stage; else all."""
+    stages = layout.stages(entry)
+    near = [source for source in sources if source // layout.stage_size in stages]
+    if alone and entry.expert:  # of everything else each rank of the stage holds a part
+        replicas = layout.replicas(entry)
+        near = [source for source in near if any(source in ranks for ranks in replicas)] or near
+    return near or sources
 
 
 def _holders(replicas: list[tuple[int, ...]], source: int, given: dict[int, int]) -> tuple[int, ...]:

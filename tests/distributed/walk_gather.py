@@ -9,10 +9,12 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_sao.distributed import all_gather_json
 from megatron_sao.models.build import build_critic, build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
 from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
@@ -37,6 +39,13 @@ LAYOUTS = {  # model, sizes, sources per pipeline stage
 }
 
 
+def check_small_values() -> None:
+    """Of any length on any rank, also at the edge of what is sent together with its length."""
+    for lengths in ((0, 1, 2, 3), (1021, 1022, 1023, 1024), (5000, 0, 1022, 70_000)):
+        values = ["x" * length for length in lengths]
+        assert all_gather_json(values[dist.get_rank()], torch.device("cpu")) == values
+
+
 def main(models: dict[str, Path], out: Path) -> None:
     backend = None
     for name, (model_name, sizes, sources) in LAYOUTS.items():
@@ -44,6 +53,7 @@ def main(models: dict[str, Path], out: Path) -> None:
         config = offline_config(models[model_name], parallel=parallel)
         if backend is None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
+            check_small_values()
         else:
             set_layout(config.parallel, config.seed)
         model = read_hf_model(models[model_name])
@@ -52,7 +62,7 @@ def main(models: dict[str, Path], out: Path) -> None:
         load_hf_weights(policy, model, megatron, "policy")
         layout = trainer_layout(model, megatron, dist.get_world_size())
         weights = collect_weights(policy, model, megatron, layout)
-        plan = build_plan(weights, layout, BUCKET_BYTES, spread_sources(layout, sources))
+        plan = build_plan(weights, layout, BUCKET_BYTES, spread_sources(layout, sources), experts_together=sources == 1)
         gatherer = Gatherer(plan, policy, megatron)
         write_memory(out / f"{name}-memory{dist.get_rank()}.json", gatherer)
         mine = {}

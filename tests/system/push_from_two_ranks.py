@@ -1,6 +1,6 @@
 """Run under torchrun with two expert-parallel ranks: push a model's weights into an engine, both as sources.
 
-torchrun --nproc-per-node 2 -m tests.system.push_from_two_ranks MODEL URL DIRECTORY VERSION [die]
+torchrun --nproc-per-node 2 -m tests.system.push_from_two_ranks MODEL URL DIRECTORY VERSION [die|unverified]
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Gatherer
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.publish import Receiver
-from megatron_sao.weights.push import WeightPusher
-from megatron_sao.weights.reshard import build_plan, spread_sources
+from megatron_sao.weights.push import WeightPusher, push_plan
 from tests.distributed.offline import offline_config
 from tests.serving import TOKEN
 
@@ -36,7 +35,7 @@ class Mortal(Gatherer):
             yield bucket
 
 
-def main(path: Path, url: str, directory: Path, version: str, gatherer: type[Gatherer]) -> None:
+def main(path: Path, url: str, directory: Path, version: str, gatherer: type[Gatherer], verify_every: int) -> None:
     config = offline_config(path, parallel={"world_size": 2, "nproc_per_node": 2, "ep": 2})
     backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
     model = read_hf_model(path)
@@ -44,9 +43,12 @@ def main(path: Path, url: str, directory: Path, version: str, gatherer: type[Gat
     chunks = build_policy(model, megatron, "native")
     load_hf_weights(chunks, model, megatron, "policy")
     exporter = HFExporter(chunks, model, megatron)
-    plan = build_plan(exporter.weights, exporter.layout, BUCKET_BYTES, spread_sources(exporter.layout, 2))
+    settings = WeightsConfig(bucket_bytes=BUCKET_BYTES, sources_per_stage=2, verify_every=verify_every, timeout=60)
+    plan = push_plan(exporter.weights, exporter.layout, settings)
     assert all(plan.buckets.values()), "both ranks send"
-    settings = WeightsConfig(verify_every=1, timeout=60)
+    experts = [transfer for transfer in plan.transfers if transfer.weight.entry.expert]
+    apart = all(transfer.holders == (transfer.source,) for transfer in experts)
+    assert apart is (verify_every == 0), "unless they are to be verified, experts are sent by whoever holds them"
     dtype, backend_name = megatron.params_dtype, backend.distributed_backend
     pusher = WeightPusher(gatherer(plan, chunks, megatron), model, settings, TOKEN, backend_name, directory, dtype)
     failed = pusher.push([Receiver("only", "only", url, 1)], version)
@@ -57,4 +59,5 @@ def main(path: Path, url: str, directory: Path, version: str, gatherer: type[Gat
 
 if __name__ == "__main__":
     path, url, directory, version, *rest = sys.argv[1:]
-    main(Path(path), url, Path(directory), version, Mortal if rest == ["die"] else Gatherer)
+    gatherer = Mortal if rest == ["die"] else Gatherer
+    main(Path(path), url, Path(directory), version, gatherer, verify_every=int(rest != ["unverified"]))

@@ -446,11 +446,16 @@ def two_ranks(server: Server, out: Path, *arguments: str) -> subprocess.Complete
 def test_two_source_ranks_push_and_one_killed_in_the_middle_leaves_an_engine_that_can_be_pushed_to(
     second_server: Server, moe: PolicySide, push: Callable[..., WeightPusher], tmp_path: Path
 ) -> None:
-    """Each of two ranks sends half of the bytes, also of experts that the other holds; every checksum is verified."""
-    done = two_ranks(second_server, tmp_path / "weights", "8.1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    moe.reset()
-    assert_serves(second_server, "8.1", moe, tmp_path / "two")
+    """Each of two ranks sends half of the bytes: also of experts that the other holds, and every checksum is verified;
+    or of the experts only those that it holds."""
+    for version, arguments in (("8.0", []), ("8.1", ["unverified"])):
+        moe.reset()
+        moe.perturb(43)
+        assert push().push([receiver(second_server, fresh=True)], "7.9") == {}
+        done = two_ranks(second_server, tmp_path / "weights", version, *arguments)
+        assert done.returncode == 0, done.stderr[-3000:]
+        moe.reset()
+        assert_serves(second_server, version, moe, tmp_path / version)
     killed = two_ranks(second_server, tmp_path / "weights", "8.2", "die")
     assert killed.returncode != 0 and "dies after its first bucket" in killed.stdout + killed.stderr
     moe.perturb(41)

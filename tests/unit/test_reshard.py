@@ -127,8 +127,8 @@ def test_under_every_small_layout_each_tensor_is_sent_once_from_ranks_that_hold_
     weights = tiny_weights(tied)
     for layout in layouts():
         layout = Layout(**(vars(layout) | {"tied": tied}))
-        for sources_per_stage in (n for n in (1, 2) if layout.stage_size % n == 0):
-            plan = build_plan(weights, layout, 256, spread_sources(layout, sources_per_stage))
+        for per_stage, together in itertools.product((n for n in (1, 2) if layout.stage_size % n == 0), (True, False)):
+            plan = build_plan(weights, layout, 256, spread_sources(layout, per_stage), together)
             sent = Counter(name for t in plan.transfers for name in t.weight.entry.hf)
             assert sent == Counter(name for w in weights for name in w.entry.hf)
             for transfer in plan.transfers:
@@ -199,6 +199,20 @@ def test_buckets_keep_their_bound_and_alignment_and_a_layers_experts_stay_with_o
         mine = [t for t in plan.transfers if f"layers.{layer}.mlp.experts" in t.weight.entry.name]
         assert len({t.source for t in mine}) == 1
         assert [t.bucket for t in mine] == sorted(t.bucket for t in mine)
+
+
+def test_experts_that_need_not_stay_together_are_sent_by_whoever_holds_them() -> None:
+    weights = tiny_weights()
+    layout = Layout(8, (0, 0, 1, 1), pp=2, ep=2, experts=4)  # even ranks hold the first two experts
+    plan = build_plan(weights, layout, 300, tuple(range(8)), experts_together=False)
+    for transfer in plan.transfers:
+        name = transfer.weight.entry.name
+        if transfer.weight.entry.expert:
+            assert transfer.source % 2 == int(name.split("local_experts.")[1][0]) // 2, name
+    assert broadcast_traffic(plan, [1]).gathered.keys() == {*range(8)}
+    assert sum(broadcast_traffic(plan, [1]).gathered.values()) == 0
+    half = build_plan(weights, layout, 300, spread_sources(layout, 2), experts_together=False)
+    assert {t.source // 4 == t.holders[0] // 4 for t in half.transfers} == {True}, "else by a source of their stage"
 
 
 def test_a_float32_tensor_never_lies_at_an_odd_place_behind_bfloat16_ones() -> None:

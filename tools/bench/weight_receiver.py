@@ -33,6 +33,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
+    wbufsize = -1  # head and body in one packet: the second of two would wait for the client's acknowledgement
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
@@ -51,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
         self.wfile.write(answer)
+        self.wfile.flush()
 
     def log_message(self, *_: object) -> None: ...
 

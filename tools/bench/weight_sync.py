@@ -3,13 +3,14 @@
     .venv/bin/python -m tools.bench.weight_sync                  # about two minutes
     .venv/bin/python -m tools.bench.weight_sync --delta runs/models/smollm2_135m
 
-The first pushes a random MoE of GLM-4.5's architecture of 1.1 GB (bfloat16) three times and takes the shortest stall:
-into SGLang, and into a receiver that does nothing but receive (tools/bench/weight_receiver.py). Both write when they
-received each bucket, so the stall is divided into parts that add up. References from the same run: a copy in memory, on
-one rank while the others wait; and a gloo broadcast of the same bytes from one process to one other, at its best bucket
-size, and at that of the push into new memory every time, as SGLang would receive without KEEP_FREED_MEMORY. The second
-trains a model at a learning rate of 1e-6, served in bfloat16, and prints how much of it changes from one version to the
-next.
+The first pushes a random MoE of GLM-4.5's architecture of 1.1 GB (bfloat16) five times and takes the shortest stall:
+into SGLang; into a receiver that does nothing but receive (tools/bench/weight_receiver.py); and into SGLang from
+buckets that have all been put together before, which leaves the transport alone. All four ranks send. The receivers
+write when they received each bucket, so the stall is divided into parts that add up. References from the same run: a
+copy in memory, on one rank while the others wait; and a gloo broadcast of the same bytes from one process to one other,
+at its best bucket size, and at that of the push into new memory every time, as SGLang would receive without
+KEEP_FREED_MEMORY. The second trains a model at a learning rate of 1e-6, served in bfloat16, and prints how much of it
+changes from one version to the next.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -40,14 +41,14 @@ from megatron_sao.weights.gather import Bucket, Gatherer
 from megatron_sao.weights.link import EngineControl, SourceLink
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.publish import Receiver
-from megatron_sao.weights.push import WeightPusher
-from megatron_sao.weights.reshard import Plan, build_plan, place, shard_shape, spread_sources
+from megatron_sao.weights.push import WeightPusher, push_plan
+from megatron_sao.weights.reshard import Plan, place, shard_shape
 
 GB = 1e9
 RANKS = 4
 LAYOUT = {"world_size": RANKS, "nproc_per_node": RANKS, "tp": 2, "pp": 2, "ep": 2, "sequence_parallel": True}
-BUCKET_BYTES = 64 * 10**6
-PUSHES = 3
+SOURCES_PER_STAGE = 2
+PUSHES = 5
 TIMED_ENGINE = Path(__file__).parent / "timed_engine"
 MODEL = {
     "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 32000, "hidden_size": 1024,
@@ -63,6 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--delta", type=Path, metavar="MODEL", help="measure changes of this model instead")
     parser.add_argument("--steps", type=int, default=8, help="of training, for --delta (default 8)")
+    parser.add_argument("--bucket-mb", type=int, default=64, help="megabytes that are sent at once (default 64)")
     parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.delta:
@@ -71,22 +73,32 @@ def main() -> int:
         print(json.dumps(measure(options.delta, options.steps), indent=1))
     elif options.rank_of:
         model, *places = options.rank_of
-        names = zip(("SGLang", "bare"), places[::2], places[1::2], strict=True)
-        run_rank(Path(model), *(Target(name, url, Path(receipts)) for name, url, receipts in names))
+        engine, bare = (Target(url, Path(receipts)) for url, receipts in zip(places[::2], places[1::2], strict=True))
+        run_rank(Path(model), options.bucket_mb * 10**6, engine, bare)
     else:
-        run_all()
+        run_all(options.bucket_mb)
     return 0
 
 
 class Target(NamedTuple):
     """Where weights are pushed to, and the file in which it writes what it received when."""
 
-    name: str
     url: str
     receipts: Path
 
 
-def run_all() -> None:
+class Ready(Gatherer):
+    """Has put all buckets together before the first push, so that engines wait for the transport alone."""
+
+    held: list[Bucket | None] | None = None
+
+    def buckets(self) -> Iterator[Bucket | None]:
+        if self.held is None:
+            self.held = [self.bucket(number) for number in range(self.plan.rounds)]
+        return iter(self.held)
+
+
+def run_all(bucket_mb: int) -> None:
     """Make the model, start the receivers and then the trainer's ranks."""
     from tests.serving import run_config, serving
 
@@ -103,7 +115,7 @@ def run_all() -> None:
             subprocess.Popen(receiver) as nothing_more,
         ):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-            rank = ["-m", "tools.bench.weight_sync", "--rank-of", str(model)]
+            rank = ["-m", "tools.bench.weight_sync", "--bucket-mb", str(bucket_mb), "--rank-of", str(model)]
             places = [server.engine.url, str(engine), f"http://127.0.0.1:{port}", str(bare)]
             try:
                 subprocess.run([*torchrun, *rank, *places], check=True)
@@ -127,7 +139,7 @@ def write_model(path: Path) -> Path:
     return path
 
 
-def run_rank(path: Path, *targets: Target) -> None:
+def run_rank(path: Path, bucket_bytes: int, engine: Target, bare: Target) -> None:
     config = parse_config(
         {
             "name": "bench", "model": {"path": path, "dtype": "bfloat16"}, "parallel": LAYOUT,
@@ -142,28 +154,31 @@ def run_rank(path: Path, *targets: Target) -> None:
     load_hf_weights(chunks, model, megatron, "policy")
     started = time.perf_counter()
     exporter = HFExporter(chunks, model, megatron)
-    plan = build_plan(exporter.weights, exporter.layout, BUCKET_BYTES, spread_sources(exporter.layout, 1))
+    settings = WeightsConfig(bucket_bytes=bucket_bytes, sources_per_stage=SOURCES_PER_STAGE)
+    plan = push_plan(exporter.weights, exporter.layout, settings)
     gatherer = Gatherer(plan, chunks, megatron)
     figures: dict[str, Any] = {"plan_seconds": time.perf_counter() - started}
     total = sum(transfer.weight.nbytes for transfer in plan.transfers)
     figures["gb"] = total / GB
-    figures |= references(plan, total)
+    figures["bucket_bytes"] = bucket_bytes
+    figures |= references(plan, total, bucket_bytes)
     figures["gather_gb_s"] = total / GB / best(lambda: [None for _ in gatherer.buckets()], PUSHES)
-    settings = WeightsConfig(bucket_bytes=BUCKET_BYTES)
     token = os.environ["MEGATRON_SAO_TOKEN"]
-    pusher = WeightPusher(gatherer, model, settings, token, backend.distributed_backend, path, megatron.params_dtype)
-    for target in targets:
+    cases = {"SGLang": (gatherer, engine), "bare": (gatherer, bare), "ready": (Ready(plan, chunks, megatron), engine)}
+    for name, (buckets, target) in cases.items():
+        transport, dtype = backend.distributed_backend, megatron.params_dtype
+        pusher = WeightPusher(buckets, model, settings, token, transport, path, dtype)
         pushes = [push_once(pusher, target, f"1.{number}") for number in range(PUSHES)]
-        figures[target.name] = min(pushes, key=lambda push: push["stall"])
+        figures[name] = min(pushes, key=lambda push: push["stall"])
+        pusher.close()
     if dist.get_rank() == 0:
         print(report(figures), flush=True)
-    pusher.close()
     stop_runtime()
 
 
 def push_once(pusher: WeightPusher, target: Target, version: str) -> dict[str, Any]:
     """One push, accounted for on rank 0; elsewhere only its stall, which is 0."""
-    receiver = Receiver(target.name, target.name, target.url, 1)
+    receiver = Receiver(target.url, target.url, target.url, 1)
     posted: dict[str, float] = {}
     plain = SourceLink.send
     pause, resume = EngineControl.pause, EngineControl.resume
@@ -242,7 +257,7 @@ def account(sent: list[dict[str, float]], receipts: list[dict[str, Any]]) -> dic
     return parts | {"buckets": free - receipts[0]["entered"], "count": len(receipts), "waits": waits}
 
 
-def references(plan: Plan, total: int) -> dict[str, float]:
+def references(plan: Plan, total: int, bucket_bytes: int) -> dict[str, float]:
     """GB/s of a copy and of placing shards (rank 0 alone), and of a broadcast to one other process by bucket size."""
     figures: dict[str, float] = {}
     if dist.get_rank() == 0:
@@ -252,7 +267,7 @@ def references(plan: Plan, total: int) -> dict[str, float]:
         figures["convert_gb_s"] = convert_rate(plan)
     dist.barrier()
     pair = dist.new_group([0, 1])
-    for megabytes in (16, 64, 256):
+    for megabytes in sorted({16, 64, 256, bucket_bytes // 10**6}):
         if dist.get_rank() < 2:
             data = torch.zeros(megabytes * 10**6, dtype=torch.uint8)
             count = -(-total // data.nbytes)
@@ -265,15 +280,15 @@ def references(plan: Plan, total: int) -> dict[str, float]:
             figures[f"broadcast_{megabytes}mb_gb_s"] = count * data.nbytes / GB / best(send, 2)
         dist.barrier()
     if dist.get_rank() < 2:
-        count = -(-total // BUCKET_BYTES)
-        data = torch.zeros(BUCKET_BYTES, dtype=torch.uint8)
+        count = -(-total // bucket_bytes)
+        data = torch.zeros(bucket_bytes, dtype=torch.uint8)
 
         def send_new() -> None:
             for _ in range(count):
                 dist.broadcast(data if dist.get_rank() == 0 else torch.empty_like(data), 0, group=pair)
             dist.barrier(group=pair)
 
-        figures["new_memory_gb_s"] = count * BUCKET_BYTES / GB / best(send_new, 2)
+        figures["new_memory_gb_s"] = count * bucket_bytes / GB / best(send_new, 2)
     dist.barrier()
     return figures
 
@@ -309,23 +324,23 @@ def best(call: Callable[[], object], repeats: int) -> float:
 def report(f: dict[str, Any]) -> str:
     raw = max(value for name, value in f.items() if name.startswith("broadcast_"))
     rows = [
-        ("weights", f"{f['gb']:.2f} GB, {RANKS} ranks TP2 x PP2 x EP2, bucket {BUCKET_BYTES / 1e6:.0f} MB"),
+        ("weights", f"{f['gb']:.2f} GB, {RANKS} ranks TP2 x PP2 x EP2, buckets of {f['bucket_bytes'] / 1e6:.0f} MB"),
         ("plan, agreed between the ranks", f"{f['plan_seconds']:.2f} s"),
         ("copy in memory", f"{f['copy_gb_s']:.2f} GB/s"),
         ("convert", f"{f['convert_gb_s']:.2f} GB/s = {f['convert_gb_s'] / f['copy_gb_s']:.0%} of a copy (target 50%)"),
-        ("gather and convert, both sources", f"{f['gather_gb_s']:.2f} GB/s"),
+        ("gather and convert, all sources", f"{f['gather_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast, best bucket", f"{raw:.2f} GB/s"),
-        ("raw gloo broadcast, this bucket", f"{f[f'broadcast_{BUCKET_BYTES // 10**6}mb_gb_s']:.2f} GB/s"),
+        ("raw gloo broadcast, this bucket", f"{f[f'broadcast_{f["bucket_bytes"] // 10**6}mb_gb_s']:.2f} GB/s"),
         ("raw gloo broadcast into new memory", f"{f['new_memory_gb_s']:.2f} GB/s = {f['new_memory_gb_s'] / raw:.0%}"),
     ]  # fmt: skip
-    for name in ("SGLang", "bare"):
-        rows += push_rows(name, f[name], f["gb"], raw)
+    for name in ("SGLang", "bare", "ready"):
+        rows += push_rows(name, f[name], f, raw)
     return "\n".join(f"{name:38} {value}" for name, value in rows)
 
 
-def push_rows(name: str, p: dict[str, Any], gb: float, raw: float) -> list[tuple[str, str]]:
+def push_rows(name: str, p: dict[str, Any], f: dict[str, Any], raw: float) -> list[tuple[str, str]]:
     def rate(seconds: float) -> str:
-        return f"{seconds:.2f} s, {gb / seconds:.2f} GB/s, {gb / seconds / raw:.0%} of raw"
+        return f"{seconds:.2f} s, {f['gb'] / seconds:.2f} GB/s, {f['gb'] / seconds / raw:.0%} of raw"
 
     def list_of(seconds: list[float]) -> str:
         return ", ".join(f"{value:.2f} s" for value in seconds)
@@ -344,7 +359,7 @@ def push_rows(name: str, p: dict[str, Any], gb: float, raw: float) -> list[tuple
         ("  CPU time, sources and other ranks", f"{list_of(p['source_cpu'])} and {list_of(p['other_cpu'])}"),
         (
             "  a source's memory above the model",
-            f"{p['memory'] / 1e6:.0f} MB, {p['memory'] / BUCKET_BYTES:.2f} buckets",
+            f"{p['memory'] / 1e6:.0f} MB, {p['memory'] / f['bucket_bytes']:.2f} buckets",
         ),
     ]
 
