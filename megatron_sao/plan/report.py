@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 from megatron_sao.plan.layout import describe_layout
 from megatron_sao.plan.memory import GB, RESERVED_BYTES, RankMemory
-from megatron_sao.plan.planner import Plan, fits_cluster, host_memory
+from megatron_sao.plan.planner import Plan, RankPlan, fits_cluster, host_memory
 
 _LISTED = 8  # names that an error in coverage shows
 _NOTHING = ("0", "0.0", "0.00")
@@ -43,13 +43,16 @@ def _memory(memory: RankMemory) -> dict[str, Any]:
 
 
 def as_text(plan: Plan, remedy: list[str] | None) -> str:
-    """Tables of layout, parameters and memory, neighbouring ranks with the same numbers in one column, and the
+    """Tables of layout, parameters and memory, ranks of a stage with the same numbers in one column, and the
     verdict."""
-    groups = [[*ranks] for _, ranks in groupby(plan.ranks, key=lambda rank: (rank.parameters, rank.memory))]
+    groups: list[list[RankPlan]] = []
+    for rank in plan.ranks:
+        group = next((group for group in groups if _alike(group[0], rank)), None)
+        if group is None:
+            groups.append(group := [])
+        group.append(rank)
     shown = [group[0] for group in groups]
-    heading = [
-        f"{group[0].place.rank}–{group[-1].place.rank}" if group[1:] else str(group[0].place.rank) for group in groups
-    ]
+    heading = [names_of([rank.place.rank for rank in group]) for group in groups]
     kinds = sorted({kind for rank in shown for kind in rank.parameters})
     parameters = {
         "pipeline stage (from 1)": [str(rank.place.pp + 1) for rank in shown],
@@ -68,6 +71,19 @@ def as_text(plan: Plan, remedy: list[str] | None) -> str:
             _verdict(plan, remedy),
         ]
     )
+
+
+def _alike(rank: RankPlan, other: RankPlan) -> bool:
+    return (rank.place.pp, rank.parameters, rank.memory) == (other.place.pp, other.parameters, other.memory)
+
+
+def names_of(ranks: list[int]) -> str:
+    """``0, 4 … 28`` or ``1–3, 5–7 … 29–31`` for ascending ranks."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    names = [str(start) if start == end else f"{start}–{end}" for start, end in zip(starts, ends, strict=True)]
+    regular = len({b - a for a, b in pairwise(starts)}) == len({b - a for a, b in pairwise(ends)}) == 1
+    return f"{names[0]}, {names[1]} … {names[-1]}" if len(names) > 3 and regular else ", ".join(names)
 
 
 def _rows(memory: RankMemory) -> dict[str, int]:

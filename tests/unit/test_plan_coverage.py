@@ -14,6 +14,7 @@ from megatron_sao.models.hf import HFModel, read_hf_model, transformer_config
 from megatron_sao.models.mapping import shard
 from megatron_sao.plan.coverage import Coverage, Holdings, coverage
 from megatron_sao.plan.oracle import tensors_on_disk
+from megatron_sao.plan.report import names_of
 from megatron_sao.plan.simulate import Place
 from tests import tiny_models
 
@@ -140,3 +141,18 @@ def test_a_shape_that_no_checkpoint_has_is_told_with_the_one_on_disk(world: Worl
 def test_a_parameter_that_no_tensor_fills_is_told_by_its_name(world: World) -> None:
     world.held[1, 0]["decoder.layers.3.mlp.extra.weight"] = (3,)
     assert world.coverage().unexpected == ["Megatron's decoder.layers.3.mlp.extra.weight"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ([3], "3"),
+        ([*range(32)], "0–31"),
+        ([*range(0, 32, 4)], "0, 4 … 28"),
+        ([rank for rank in range(32) if rank % 4], "1–3, 5–7 … 29–31"),
+        ([0, 1, 5], "0–1, 5"),
+        ([0, 2, 5, 7], "0, 2, 5, 7"),
+    ],
+)
+def test_ranks_in_one_column_are_named_shortly(ranks: list[int], names: str) -> None:
+    assert names_of(ranks) == names
