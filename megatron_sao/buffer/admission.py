@@ -8,8 +8,8 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 
 def admit(
-    payload: bytes | bytearray, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
-) -> tuple[Trajectory, bytes | bytearray]:
+    payload: bytes, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
+) -> tuple[Trajectory, bytes]:
     """The trajectory in a request's body, and the bytes to store.
 
     Args:

@@ -67,28 +67,30 @@ class Guard:
                 401, "the bearer token is missing or wrong; set MEGATRON_SAO_TOKEN to the run's token"
             )(scope, receive, send)
             return
-        body = bytearray()
+        body: list[bytes] = []
         try:
             refusal = await self._read(scope["path"], body, receive)
             if refusal is None:
-                await self._app(scope, _replay(body, receive), send)
+                whole = body[0] if len(body) == 1 else b"".join(body)
+                body[:] = [whole]
+                await self._app(scope, _replay(whole, receive), send)
             else:
                 await refusal(scope, receive, send)
         except _Gone:
             return
         finally:
-            self._held -= len(body)
+            self._held -= sum(map(len, body))
 
-    async def _read(self, path: str, body: bytearray, receive: Receive) -> JSONResponse | None:
+    async def _read(self, path: str, body: list[bytes], receive: Receive) -> JSONResponse | None:
         """Fill ``body``; returns why it is refused, if it is."""
         trajectory = path == "/v1/trajectories"
         limit = self._max_body_bytes if trajectory else self._json_limit
         loop = asyncio.get_running_loop()
         start = loop.time()
-        more = True
+        more, size = True, 0
         while more:
             try:
-                async with asyncio.timeout_at(start + self.patience + len(body) / self._min_rate):
+                async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
                     message = await receive()
             except TimeoutError:
                 return error_response(
@@ -97,10 +99,11 @@ class Guard:
             if message["type"] == "http.disconnect":
                 raise _Gone
             chunk = message.get("body", b"")
-            body += chunk
+            body.append(chunk)
+            size += len(chunk)
             self._held += len(chunk)
             more = message.get("more_body", False)
-            if len(body) > limit:
+            if size > limit:
                 field = " (buffer.max_body_bytes)" if trajectory else ""
                 return error_response(413, f"the body exceeds {limit} bytes{field}")
             if self._held > 4 * max(self._max_body_bytes, self._json_limit):
@@ -120,7 +123,7 @@ class _Gone(Exception):
     """The client has left."""
 
 
-def _replay(body: bytearray, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """A receive channel that yields the whole body once and then what really comes: the disconnect."""
     first = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -42,7 +42,7 @@ class Segments:
     def stored_bytes(self) -> int:
         return sum(self._sizes.values())
 
-    def append(self, payload: bytes | bytearray) -> tuple[int, int]:
+    def append(self, payload: bytes) -> tuple[int, int]:
         """Write a record, not yet durable. Returns (segment, offset). Raises OSError, leaving the segment closed."""
         if self._active is not None and self._sizes[self._active] > self._roll_bytes:
             self.sync()

@@ -43,6 +43,7 @@ from megatron_sao.run_identity import run_identity
 log = logging.getLogger(__name__)
 
 GROUP_LIMIT = 64  # submissions written with one fsync
+LARGE_BODY = 4 * 2**20  # bytes; others are answered while a larger one is decoded and checked
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
 
 REFUSED = {  # status codes of any call, for the OpenAPI document
@@ -74,9 +75,7 @@ class Service:
         self._vocab_size, self._routing = vocab_size, routing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._changed = asyncio.Event()
-        self._submissions: asyncio.Queue[tuple[tuple[Trajectory, bytes | bytearray], asyncio.Future[str]]] = (
-            asyncio.Queue()
-        )
+        self._submissions: asyncio.Queue[tuple[tuple[Trajectory, bytes], asyncio.Future[str]]] = asyncio.Queue()
         self._closing = False
         self.refused: Callable[[], int] = lambda: 0  # of the guard in front
 
@@ -112,9 +111,10 @@ class Service:
             if await request.is_disconnected():
                 return None
 
-    async def submit(self, payload: bytes | bytearray) -> str:
-        # On this thread: decoding holds the interpreter's lock, so another one would gain nothing and cost a switch.
-        item = admit(payload, self.config, self._vocab_size, self._routing)
+    async def submit(self, payload: bytes) -> str:
+        arguments = (payload, self.config, self._vocab_size, self._routing)
+        # A thread costs more than it gains, as decoding holds the interpreter's lock; but not for what takes long.
+        item = await asyncio.to_thread(admit, *arguments) if len(payload) > LARGE_BODY else admit(*arguments)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._submissions.put_nowait((item, answer))
         return await answer

@@ -145,7 +145,7 @@ class Store:
 
     # Trajectories
 
-    def submit(self, items: Sequence[tuple[Trajectory, bytes | bytearray]]) -> list[str | StoreError]:
+    def submit(self, items: Sequence[tuple[Trajectory, bytes]]) -> list[str | StoreError]:
         """Store validated trajectories and their encodings, with one fsync for all.
 
         Returns:
@@ -163,7 +163,7 @@ class Store:
             raise StoreError(503, f"cannot write the trajectory: {error}; free some disk space") from error
         return answers
 
-    def _submit_one(self, trajectory: Trajectory, payload: bytes | bytearray) -> str | StoreError:
+    def _submit_one(self, trajectory: Trajectory, payload: bytes) -> str | StoreError:
         refusal = self._refusal(trajectory)
         if refusal is not None:
             return refusal

@@ -21,9 +21,13 @@ VERSION = re.compile(r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})")  # incarnation.n
 TURN_KINDS = ("prompt", "action", "observation")
 TEXT_LIMITS = {"id": 512, "run_id": 512, "task_id": 1024, "group": 1100, "failure": 4096}  # characters
 MAX_ENTRIES = 256  # of sampling, and of metrics
+MAX_SPANS = 2**18  # of versions, and of turns; millions would hold the interpreter's lock for seconds
+MAX_LOOSE_BYTES = 4 * 2**20  # of a body outside of its arrays: a byte of nested lists takes 64 in memory
 POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quantity
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
+_BINARY = (b"\xc4", b"\xc5", b"\xc6")  # how msgpack starts bytes, and below the list that support or routed_experts is
+_PAIR_OR_TRIPLE = (b"\x92", b"\x93")
 _EXPERT_DTYPES = ("|u1", "<u2")
 _SCALARS: dict[str, tuple[type, ...]] = {
     "id": (str,),
@@ -280,10 +284,12 @@ class Trajectory:
         return msgpack.packb(message)
 
     @staticmethod
-    def decode(data: bytes | bytearray) -> Trajectory:
+    def decode(data: bytes) -> Trajectory:
         """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
         try:
-            message = msgpack.unpackb(data)
+            if len(data) > MAX_LOOSE_BYTES:
+                _check_bulk(data)
+            message = msgpack.unpackb(data, max_array_len=MAX_SPANS, max_map_len=MAX_SPANS)
         except (ValueError, msgpack.UnpackException) as error:
             raise TrajectoryError(f"body: is not one msgpack message: {error or type(error).__name__}") from None
         if not isinstance(message, dict) or message.get("schema") != SCHEMA:
@@ -313,6 +319,25 @@ def _refuse(name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
     if bad.any():
         index = int(np.argmax(bad))
         raise TrajectoryError(f"{name}[{index}]: {values[index]} {why}")
+
+
+def _check_bulk(data: bytes) -> None:
+    """Raise TrajectoryError for a body that is large for other reasons than its arrays, without decoding it."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    num_fields, loose = unpacker.read_map_header(), len(data)
+    if num_fields > MAX_ENTRIES:
+        raise TrajectoryError(f"body: has {num_fields} fields, more than a trajectory")
+    for _ in range(num_fields):
+        unpacker.skip()  # the name
+        start = unpacker.tell()
+        values = unpacker.read_array_header() if data[start : start + 1] in _PAIR_OR_TRIPLE else 1
+        for _ in range(values):
+            start = unpacker.tell()
+            unpacker.skip()
+            loose -= unpacker.tell() - start if data[start : start + 1] in _BINARY else 0
+    if loose > MAX_LOOSE_BYTES:
+        raise TrajectoryError(f"body: {loose} of its bytes are in none of its arrays; the limit is {MAX_LOOSE_BYTES}")
 
 
 def _raw(name: str, array: np.ndarray, dtype: str) -> bytes:

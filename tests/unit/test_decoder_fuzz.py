@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.buffer.admission import admit as admit_to
-from megatron_sao.data.trajectory import Support, Trajectory, TrajectoryError
+from megatron_sao.data.trajectory import MAX_SPANS, Support, Trajectory, TrajectoryError
 from tests.trajectories import make_config, make_trajectory
 
 GOOD = make_trajectory().encode()
@@ -123,3 +123,51 @@ def test_what_the_trainer_would_end_the_run_over_is_refused_at_the_door(tmp_path
         admit_to(body, make_config(tmp_path, rollout=rollout), vocab_size=7)
     failed = make_trajectory(**changes, failure="sandbox crashed")
     assert admit_to(failed.encode(), make_config(tmp_path, rollout=rollout), vocab_size=7)[0].id == "t"
+
+
+NESTED = b"\xdc\xff\xff" + b"\x90" * (2**16 - 1)  # a list of empty lists: 64 times as large once decoded
+
+
+@pytest.mark.parametrize("field", ["token_ids", "versions", "support", "routed_experts", "sampling", "no field"])
+@pytest.mark.parametrize("wrapped", ["as it is", "in a pair", "behind an array"])
+def test_a_large_body_of_small_things_is_refused_before_it_is_decoded(field, wrapped):
+    many = b"\xdc" + (70).to_bytes(2, "big") + NESTED * 70
+    value = {"as it is": many, "in a pair": b"\x92\xa1x" + many, "behind an array": b"\x92\xc4\x04abcd" + many}[wrapped]
+    fields_of_it = msgpack.unpackb(GOOD) | {field: "PLACE"}
+    body = msgpack.packb(fields_of_it).replace(b"\xa5PLACE", value)
+    assert 2**22 < len(body) < 2**23
+    tracemalloc.start()
+    with pytest.raises(TrajectoryError, match="of its bytes are in none of its arrays"):
+        Trajectory.decode(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(body)
+    for end in (2**22 + 1, len(body) - 1):
+        with pytest.raises(TrajectoryError, match="is not one msgpack message"):
+            Trajectory.decode(body[:end])
+
+
+def test_a_body_is_as_large_as_its_arrays():
+    length = 2**20
+    mask = np.arange(length) >= 1
+    ones = np.ones(length - 1, np.int32)
+    long = make_trajectory(
+        token_ids=np.ones(length, np.int32), loss_mask=mask.astype(np.uint8), logprobs=-mask.astype(np.float32),
+        rewards=np.zeros(length, np.float32), versions=[("1.0", 1, length)],
+        turns=[("prompt", 0, 1), ("action", 1, length)],
+        routed_experts=np.zeros((length, 2, 2), np.uint8), support=Support(ones, ones),
+    )  # fmt: skip
+    assert Trajectory.decode(long.encode()).num_tokens == length
+
+
+@pytest.mark.parametrize("field", ["versions", "turns", "metrics", "no field"])
+def test_more_spans_than_any_episode_has_are_refused_before_they_are_decoded(field):
+    many = range(MAX_SPANS + 1)
+    value = {str(i): 0.0 for i in many} if field == "metrics" else [["1.0", i, i + 1] for i in many]
+    body = msgpack.packb(msgpack.unpackb(GOOD) | {field: value})
+    tracemalloc.start()
+    with pytest.raises(TrajectoryError, match=rf"body: .*{MAX_SPANS + 1} exceeds max_"):
+        Trajectory.decode(body)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
