@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_sao.buffer.database import StoreError
+from megatron_sao.buffer.segments import Record
 from megatron_sao.buffer.store import Store
 from megatron_sao.data.tasks import Task
 from tests.trajectories import make_config, make_trajectory
@@ -64,7 +65,7 @@ class Bench:
             "versions": [(version, 2, 6)],
         }
         trajectory = make_trajectory(**(fields | changes))
-        return self.store.submit([(trajectory, trajectory.encode())])[0]
+        return self.store.submit([(trajectory, Record.of(trajectory.encode()))])[0]
 
     def fill(self, count, version="1.0"):
         for lease in self.lease(count):

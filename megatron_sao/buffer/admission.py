@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_sao.buffer.segments import Record
 from megatron_sao.config import RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
@@ -9,8 +10,8 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 def admit(
     payload: bytes, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
-) -> tuple[Trajectory, bytes]:
-    """The trajectory in a request's body, and the bytes to store.
+) -> tuple[Trajectory, Record]:
+    """The trajectory in a request's body, and what to store.
 
     Args:
         vocab_size: of the model.
@@ -23,7 +24,7 @@ def admit(
     valid = trajectory.validate(vocab_size, config.rollout.max_tokens, routing)
     if valid.failure is None:
         _check_sampling(valid, config)
-    return (trajectory, payload) if valid is trajectory else (valid, valid.encode())
+    return valid, Record.of(payload if valid is trajectory else valid.encode())
 
 
 def _check_sampling(trajectory: Trajectory, config: RunConfig) -> None:

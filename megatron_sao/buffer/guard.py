@@ -10,11 +10,12 @@ from typing import Any
 
 import uvicorn
 from fastapi.responses import JSONResponse
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
+HEAD_LIMIT = 64 * 2**10  # bytes of a request beside its body, in whose chunks another sixteenth of it may go
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -155,19 +156,32 @@ def guarded_server(guard: Guard) -> uvicorn.Config:
     )
 
 
-def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
+def _impatient_protocol(guard: Guard) -> type[HttpToolsProtocol]:
     """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
-    request, its first or a later one, is closed. uvicorn itself would wait for ever."""
+    request, its first or a later one, is closed, and a head beyond HEAD_LIMIT refused. uvicorn itself would wait for
+    ever, and keep any head."""
 
-    class ImpatientProtocol(H11Protocol):
+    class ImpatientProtocol(HttpToolsProtocol):
         _closing: asyncio.TimerHandle | None = None
+        _received = _body = 0  # bytes of the present request, at least, and of its body
+
+        def on_message_begin(self) -> None:
+            self._received = self._body = 0
+            super().on_message_begin()
+
+        def on_body(self, body: bytes) -> None:
+            self._body += len(body)
+            super().on_body(body)
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._watch()
 
         def data_received(self, data: bytes) -> None:
+            self._received += len(data)
             super().data_received(data)
+            if self._received - self._body > HEAD_LIMIT + self._body // 16 and not self.transport.is_closing():
+                self.send_400_response(f"The head of a request exceeds {HEAD_LIMIT} bytes.")
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:

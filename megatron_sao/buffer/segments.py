@@ -12,9 +12,21 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"SAO1"
+
+
+class Record(NamedTuple):
+    """A payload and its checksum, to be had by any thread."""
+
+    payload: bytes
+    checksum: int
+
+    @classmethod
+    def of(cls, payload: bytes) -> Record:
+        return cls(payload, zlib.crc32(payload))
 
 
 class SegmentCorrupt(RuntimeError):
@@ -42,7 +54,7 @@ class Segments:
     def stored_bytes(self) -> int:
         return sum(self._sizes.values())
 
-    def append(self, payload: bytes) -> tuple[int, int]:
+    def append(self, record: Record) -> tuple[int, int]:
         """Write a record, not yet durable. Returns (segment, offset). Raises OSError, leaving the segment closed."""
         if self._active is not None and self._sizes[self._active] > self._roll_bytes:
             self.sync()
@@ -51,7 +63,7 @@ class Segments:
             self._open()
         offset = self._sizes[self._active]
         try:
-            for part in (_HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)), payload):
+            for part in (_HEADER.pack(_MAGIC, len(record.payload), record.checksum), record.payload):
                 view = memoryview(part)
                 while view:
                     written = os.write(self._file, view)

@@ -31,6 +31,7 @@ from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.guard import Guard, error_response, guarded_server, token_of
 from megatron_sao.buffer.schema import Count, PageSize, Stage
+from megatron_sao.buffer.segments import Record
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
@@ -75,7 +76,7 @@ class Service:
         self._vocab_size, self._routing = vocab_size, routing
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._changed = asyncio.Event()
-        self._submissions: asyncio.Queue[tuple[tuple[Trajectory, bytes], asyncio.Future[str]]] = asyncio.Queue()
+        self._submissions: asyncio.Queue[tuple[tuple[Trajectory, Record], asyncio.Future[str]]] = asyncio.Queue()
         self._closing = False
         self.refused: Callable[[], int] = lambda: 0  # of the guard in front
 

@@ -19,7 +19,7 @@ from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import Database, StoreError
 from megatron_sao.buffer.drops import DROP_COUNTERS, Drops
 from megatron_sao.buffer.engines import Engines
-from megatron_sao.buffer.segments import Segments
+from megatron_sao.buffer.segments import Record, Segments
 from megatron_sao.buffer.visits import Visits
 from megatron_sao.config import RunConfig
 from megatron_sao.data.batches import STAGES
@@ -145,8 +145,8 @@ class Store:
 
     # Trajectories
 
-    def submit(self, items: Sequence[tuple[Trajectory, bytes]]) -> list[str | StoreError]:
-        """Store validated trajectories and their encodings, with one fsync for all.
+    def submit(self, items: Sequence[tuple[Trajectory, Record]]) -> list[str | StoreError]:
+        """Store validated trajectories, in their encodings, with one fsync for all.
 
         Returns:
             Per item "accepted", "duplicate", "dropped", or the refusal.
@@ -157,13 +157,13 @@ class Store:
         self.visits.expire()
         try:
             with self._db.transaction():
-                answers = [self._submit_one(trajectory, payload) for trajectory, payload in items]
+                answers = [self._submit_one(trajectory, record) for trajectory, record in items]
                 self._segments.sync()
         except OSError as error:
             raise StoreError(503, f"cannot write the trajectory: {error}; free some disk space") from error
         return answers
 
-    def _submit_one(self, trajectory: Trajectory, payload: bytes) -> str | StoreError:
+    def _submit_one(self, trajectory: Trajectory, record: Record) -> str | StoreError:
         refusal = self._refusal(trajectory)
         if refusal is not None:
             return refusal
@@ -181,7 +181,7 @@ class Store:
             reason = (visit and visit["reason"]) or "its evaluation is over"
             self._drop("trajectories_late", trajectory, f"nobody waits for it any more: {reason}")
             return "dropped"
-        if self._is_full(trajectory, len(payload)):
+        if self._is_full(trajectory, len(record.payload)):
             return StoreError(
                 429,
                 f"the buffer is full (buffer.max_stored_bytes = {self._config.buffer.max_stored_bytes}); it takes "
@@ -204,7 +204,7 @@ class Store:
             visit["id"],
             state,
             *stage_step,
-            *self._segments.append(payload),
+            *self._segments.append(record),
             trajectory.num_tokens,
             trajectory.num_action_tokens,
             json.dumps(sorted(trajectory.action_versions, key=parse_version)),

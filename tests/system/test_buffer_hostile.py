@@ -17,6 +17,7 @@ from tests.trajectories import make_trajectory
 pytestmark = pytest.mark.system
 
 PATIENCE = 1.0
+UNKNOWN = "POST /v1/trajectories HTTP/1.1\r\nHost: b\r\n"
 HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
 
 
@@ -144,6 +145,41 @@ def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
     assert refusals(buffer) >= before + 1
 
 
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [
+        ("GET /v1/stats HTTP/1.1\r\n", f"X-More: {'a' * 1000}\r\n"),
+        ("GET /v1/stats HTTP/1.1\r\nX-Long: ", "a" * 1000),
+        ("GET /", "a" * 1000),
+        ("", "\r\n" * 500),
+        (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\n0\r\n", f"X-Trailer: {'a' * 1000}\r\n"),
+        (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n", "1\r\nx\r\n" * 170),
+        (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n", f"1;{'a' * 1000}\r\nx\r\n"),
+        (f"{UNKNOWN}Transfer-Encoding: chunked\r\n\r\n0\r\n", f"X-Trailer: {'a' * 1000}\r\n"),
+    ],
+    ids=["headers", "header", "path", "empty lines", "trailers", "tiny chunks", "chunk extensions", "refused before"],
+)  # fmt: skip
+def test_what_goes_beside_a_body_is_bounded(buffer, start, endless):
+    before = refusals(buffer)
+    sent = 0
+    with connect(buffer) as connection:
+        connection.sendall(start.encode())
+        time.sleep(0.2)  # so that the answer to a request that is refused at once is on its way
+        with pytest.raises(ConnectionError):  # it is closed, long before patience or a limit on bodies would
+            while sent < 2**24:
+                connection.sendall(endless.encode())
+                sent += len(endless)
+    assert refusals(buffer) >= before + 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_with_a_wrong_token_is_told_so(buffer, chunked):
+    body = make_trajectory().encode() * 4000
+    content = (body[i : i + 2**14] for i in range(0, len(body), 2**14)) if chunked else body
+    response = httpx.post(f"{buffer.url}/v1/trajectories", content=content, headers={"Authorization": "Bearer wrong"})
+    assert len(body) > 2**20 and response.status_code == 401
+
+
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(buffer):
     before = buffer.get("/v1/stats").json()
     for size in (0, 1, 500):
@@ -161,9 +197,10 @@ def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffe
     started = time.monotonic()
     with connect(buffer) as connection:
         connection.settimeout(0.2)
+        connection.sendall(b"GET /")
         try:
             while time.monotonic() - started < 10:
-                connection.sendall(b"G")
+                connection.sendall(b"a")
                 try:
                     if connection.recv(100) == b"":
                         break

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_sao.buffer.client import Lease
+from megatron_sao.buffer.segments import Record
 from megatron_sao.data.tasks import Task
 from megatron_sao.rollout.client import Generation, ModelLimits
 from megatron_sao.rollout.environments import calculator
@@ -128,7 +129,7 @@ class StoreBuffer:
         return [Lease(**lease) for lease in self.bench.lease(max_leases)]
 
     async def submit(self, trajectory: Any) -> str:
-        result = self.bench.store.submit([(trajectory, trajectory.encode())])[0]
+        result = self.bench.store.submit([(trajectory, Record.of(trajectory.encode()))])[0]
         self.results.append((trajectory.task_id, trajectory.attempt, result, trajectory.failure))
         return result
 

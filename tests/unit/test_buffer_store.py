@@ -8,7 +8,7 @@ import pytest
 
 from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.segments import SegmentCorrupt, Segments
+from megatron_sao.buffer.segments import Record, SegmentCorrupt, Segments
 from megatron_sao.buffer.store import Store
 from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
@@ -48,7 +48,7 @@ def test_one_bad_submission_of_a_group_does_not_spoil_the_others(bench):
         make_trajectory(id="b2", task_id="never leased", versions=[("1.0", 2, 6)]),
         make_trajectory(id="b3", task_id=lease["task"]["id"], versions=[("2.0", 2, 6)]),
     ]
-    answers = bench.store.submit([(item, item.encode()) for item in (*bad, good)])
+    answers = bench.store.submit([(item, Record.of(item.encode())) for item in (*bad, good)])
     assert [str(answer).partition(":")[0] for answer in answers] == ["run_id", "task_id", "versions[0]", "accepted"]
     assert [row["id"] for row in bench.store.archive.index()] == ["t"]
 
@@ -321,7 +321,7 @@ def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monk
 
 def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
     segments = Segments(tmp_path, roll_bytes=10)
-    places = [segments.append(payload) for payload in (b"first", b"second", b"third")]
+    places = [segments.append(Record.of(payload)) for payload in (b"first", b"second", b"third")]
     segments.sync()
     assert [segment for segment, _ in places] == [1, 2, 3]
     assert [segments.read(*place) for place in places] == [b"first", b"second", b"third"]

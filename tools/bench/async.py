@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_sao.buffer.segments import Record
 from megatron_sao.buffer.store import Store
 from megatron_sao.config import parse_config
 from megatron_sao.data.tasks import Task
@@ -142,7 +143,7 @@ class Simulation:
         )  # fmt: skip
         object.__setattr__(done, "versions", [(f"1.{version}", 1, 8)])
         object.__setattr__(done, "group", lease["group"])
-        (answer,) = self._store.submit([(done, done.encode())])
+        (answer,) = self._store.submit([(done, Record.of(done.encode()))])
         if not isinstance(answer, str):
             raise answer
         self._ask()
