@@ -436,7 +436,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ConfigError(f"{path} must hold a mapping of sections, not {type(raw).__name__}")
     for override in overrides or []:
         _apply_override(raw, override)
-    return parse_config(raw, str(path))
+    return parse_config(raw, " ".join([str(path), *(f"--set {override}" for override in overrides or [])]))
 
 
 def parse_config(raw: dict[str, Any], source: str = "config") -> RunConfig:

@@ -33,7 +33,7 @@ class Store:
     Args:
         directory: owned exclusively; created if absent.
         config: of the run.
-        tasks, eval_tasks: must be those the directory was created with, as must ``rl.group_size``.
+        tasks, eval_tasks: must be those of the first visits in the directory, as must ``rl.group_size``.
         clock: monotonic seconds.
         run_id: the only run whose trainers and trajectories are let in; default ``config.name``.
 
@@ -67,7 +67,9 @@ class Store:
         self.visits = Visits(self._db, self.engines, self.drops, config, tasks, eval_tasks, clock)
 
     def _bind(self, directory: Path, tasks: list[Task], eval_tasks: list[Task]) -> None:
-        """A new directory belongs to this run, its tasks and its groups from now on; an old one must do so already."""
+        """A directory without a visit belongs to this run, its tasks and its groups from now on; another must do so
+        already."""
+        begun = self._db.scalar("SELECT 1 FROM visits UNION SELECT 1 FROM evaluations") is not None
         digest = hashlib.sha256(json.dumps([asdict(task) for task in tasks + eval_tasks]).encode()).hexdigest()
         data, group_size = self._config.data, self._config.rl.group_size
         for key, value, problem in (
@@ -80,7 +82,7 @@ class Store:
                 "number another meaning",
             ),
         ):
-            if self._db.get(key, value) != value:
+            if self._db.get(key, value) != value and (begun or key == "run_id"):
                 raise StoreError(
                     409, f"{directory} was filled {problem}; restore what it was or choose a new run directory"
                 )

@@ -166,6 +166,7 @@ def test_a_batch_size_that_cuts_a_group_is_refused_and_changes_nothing(bench):
 
 
 def test_a_directory_filled_with_another_group_size_is_refused(bench):
+    assert bench.lease()
     bench.store.close()
     single = make_config(bench.directory)
     refusal = refused(409, Store, bench.directory / "buffer", single, TASKS, EVAL_TASKS)

@@ -278,6 +278,11 @@ def test_a_second_owner_is_refused_with_a_sentence(bench):
 
 def test_a_directory_filled_from_other_tasks_is_refused(bench):
     bench.store.close()
+    Store(bench.directory / "buffer", bench.config, TASKS[:-1], EVAL_TASKS).close()  # nothing has come of them yet
+    bench.open()
+    bench.train()
+    assert bench.lease()
+    bench.store.close()
     with pytest.raises(StoreError, match="filled from other tasks"):
         Store(bench.directory / "buffer", bench.config, TASKS[:-1], EVAL_TASKS)
     bench.open()

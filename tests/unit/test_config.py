@@ -88,6 +88,7 @@ def test_an_error_names_the_field_the_value_and_the_remedy(path, override, messa
     with pytest.raises(ConfigError) as error:
         load_config(path, [override])
     assert message in str(error.value)
+    assert f"--set {override}" in str(error.value) or f"--set {override!r}" in str(error.value)
 
 
 def test_engines_that_report_larger_supports_allow_a_larger_top_k(path):
