@@ -194,6 +194,18 @@ def exclusive(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_owned(run_dir: Path) -> bool:
+    """Whether a launcher owns ``run_dir``."""
+    try:
+        with (run_dir / "launcher.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # there never was one, or the file system cannot tell
+    return False
+
+
 def visible_gpus() -> list[str]:
     """Ids of the NVIDIA devices this process may use, found without loading CUDA."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

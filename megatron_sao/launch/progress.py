@@ -141,7 +141,10 @@ class Progress:
         self.metrics.read()
         while self.metrics.fallbacks:
             self.note(f"megatron-sao: {self.metrics.fallbacks.pop(0)}")
-        line = f"[{clock(now - self._began)}] {self.metrics.describe()}"
+        text = self.metrics.describe()
+        if self.metrics.last_time and time.time() - self.metrics.last_time > now - self._began:
+            text = f"starting again; until now: {text}"
+        line = f"[{clock(now - self._began)}] {text}"
         if self._live:
             total = self.metrics.totals.get(self.metrics.stage, 0)
             bar = ProgressBar(total=max(total, 1), completed=self.metrics.step, width=60)

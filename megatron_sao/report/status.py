@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sao.buffer.client import BufferClient, BufferError, BufferUnavailable
-from megatron_sao.launch.local import is_complete
+from megatron_sao.launch.local import is_complete, is_owned
 from megatron_sao.launch.progress import Metrics, clock
 from megatron_sao.report.run_files import RunFiles
 
@@ -83,7 +83,8 @@ def _state(files: RunFiles, metrics: Metrics, buffer: BufferClient | None) -> st
     elif files.config and is_complete(files.config, files.path):
         state = f"complete, its policy is in {files.path / 'hf'}"
     else:
-        state = "no buffer answers: stopped, or a trainer alone"
+        state = "no buffer answers: "
+        state += "its launcher starts or ends it" if is_owned(files.path) else "stopped, or a trainer alone"
     return state + (f"; last event {clock(time.time() - metrics.last_time)} ago" if metrics.last_time else "")
 
 

@@ -37,6 +37,8 @@ def main(config: RunConfig, run_dir: Path, hf_dir: Path | None, engine_urls: lis
     Raises:
         ConfigError: no model or held-out tasks, or unusable ones.
     """
+    if hf_dir and not (hf_dir / "config.json").is_file():
+        raise ConfigError(f"--hf-dir {hf_dir} holds no config.json; name a Hugging Face model directory")
     start_logging("evaluation", logging.WARNING)
     os.environ.setdefault("MEGATRON_SAO_TOKEN", secrets.token_urlsafe(32))
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class Player:
         path = config.rollout.reward
         self._reward: Reward | None = load_object(path, "rollout.reward") if path else None
         self._failures = 0
+        self._raised: set[tuple[str, int | None]] = set()  # places whose traceback is in the log already
 
     async def play(self, task: Task, kind: str, epoch: int, attempt: int, group: str | None = None) -> Trajectory:
         """One episode; with ``failure`` set if the environment failed it. Evaluation samples at temperature 1.
@@ -148,7 +150,10 @@ class Player:
                 return f"TimeoutError in the environment: {error}"
             return self._out_of_time(session)
         except Exception as error:  # the user's own code may raise anything; one bad task must not end the run
-            log.exception("task %s: the environment or reward raised", task.id)
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            if (place := (last.filename, last.lineno)) not in self._raised:
+                self._raised.add(place)
+                log.exception("task %s: the environment or reward raised (told once per line)", task.id)
             return f"{type(error).__name__}: {error}"
         return None
 

@@ -239,3 +239,25 @@ def test_a_fall_back_to_an_older_checkpoint_is_shown_once_and_an_earlier_runs_no
     progress.update()
     assert capsys.readouterr().err == "megatron-sao: fallback now\n"
     assert progress.metrics.fallbacks == []
+
+
+def test_a_resumed_run_says_so_until_its_trainer_speaks(tmp_path, capsys):
+    def event(when: float, step: int) -> str:
+        return json.dumps({"time": when, "stage": "rl", "step": step, "train/reward_mean": 0.5}) + "\n"
+
+    (tmp_path / "metrics.jsonl").write_text(event(time.time() - 60, 2))
+    Progress(make(tmp_path), tmp_path).update()
+    assert "starting again; until now: rl 3/" in capsys.readouterr().out
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(event(time.time() + 1, 3))
+    Progress(make(tmp_path), tmp_path).update()
+    out = capsys.readouterr().out
+    assert "rl 4/" in out and "starting again" not in out
+
+
+def test_a_directory_to_evaluate_that_is_no_model_is_named_by_its_option(tmp_path, capsys):
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
+    config = make(tmp_path, data={"train": tmp_path / "eval.jsonl", "eval": tmp_path / "eval.jsonl"})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert cli(["eval", str(tmp_path / "run.yaml"), "--hf-dir", str(tmp_path / "nowhere")]) == 2
+    assert f"--hf-dir {tmp_path / 'nowhere'} holds no config.json" in capsys.readouterr().err

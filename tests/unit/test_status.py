@@ -4,6 +4,7 @@ import pytest
 
 from megatron_sao.cli import main as cli
 from megatron_sao.config import load_config
+from megatron_sao.launch.local import exclusive
 from tests.recorded_run import write_run
 
 
@@ -11,12 +12,21 @@ def test_the_status_of_a_stopped_run(tmp_path, capsys):
     write_run(tmp_path / "run")
     assert cli(["status", str(tmp_path / "run")]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line[0] != " ")
-    assert "no buffer answers" in lines["state"] and "last event" in lines["state"]
+    assert "no buffer answers: stopped" in lines["state"] and "last event" in lines["state"]
     assert lines["step"] == "rl 4 of 8, 0:40 left at this pace"
     assert lines["rate"] == "10 s per step, tokens/s 123"
     assert lines["time"] == "wait 75%, policy 25%"
     assert lines["held-out"] == "0.250 at rl 0, 0.875 at rl 4"
     assert lines["checkpoints"] == "sft-2 rl-2 rl-10; resumes from rl-10"
+
+
+def test_the_status_of_a_run_that_has_not_got_its_buffer_yet(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    with exclusive(tmp_path / "run"):
+        cli(["status", str(tmp_path / "run")])
+    assert "no buffer answers: its launcher starts or ends it" in capsys.readouterr().out
+    cli(["status", str(tmp_path / "run")])
+    assert "no buffer answers: stopped" in capsys.readouterr().out
 
 
 def test_errors_in_the_logs_are_shown_with_their_log_the_newest_last(tmp_path, capsys):

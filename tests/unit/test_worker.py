@@ -236,3 +236,10 @@ def test_an_environment_is_closed_with_its_worker_where_it_can_be(tmp_path):
     asyncio.run(Player(config(tmp_path, "Closing"), None, Digits()).close())
     asyncio.run(Player(config(tmp_path, "OneTurn"), None, Digits()).close())
     assert Closing.closed == 1
+
+
+def test_a_bug_in_an_environment_is_traced_once_and_named_each_time(tmp_path, caplog):
+    buffer = work(config(tmp_path, "OneTurn"), ["buggy"] * 4, FakeEngine("a", generated([9])))
+    assert [trajectory.failure for trajectory in buffer.submitted] == ["KeyError: 'typo'"] * 4
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+    assert len([record for record in caplog.records if "failed: KeyError: 'typo'" in record.message]) == 4
