@@ -8,14 +8,15 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi.responses import JSONResponse
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
-HEAD_LIMIT = 64 * 2**10  # bytes of a request beside its body, in whose chunks another sixteenth of it may go
+AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -156,32 +157,26 @@ def guarded_server(guard: Guard) -> uvicorn.Config:
     )
 
 
-def _impatient_protocol(guard: Guard) -> type[HttpToolsProtocol]:
+def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
     """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
-    request, its first or a later one, is closed, and a head beyond HEAD_LIMIT refused. uvicorn itself would wait for
-    ever, and keep any head."""
+    request, its first or a later one, is closed, and so is one that sends more than AHEAD_LIMIT behind a request that
+    is being served. uvicorn itself would wait for ever, and take in whatever follows a long-poll."""
 
-    class ImpatientProtocol(HttpToolsProtocol):
+    class ImpatientProtocol(H11Protocol):
         _closing: asyncio.TimerHandle | None = None
-        _received = _body = 0  # bytes of the present request, at least, and of its body
-
-        def on_message_begin(self) -> None:
-            self._received = self._body = 0
-            super().on_message_begin()
-
-        def on_body(self, body: bytes) -> None:
-            self._body += len(body)
-            super().on_body(body)
+        _ahead = 0  # bytes since the request that is being served was complete
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._watch()
 
         def data_received(self, data: bytes) -> None:
-            self._received += len(data)
+            serving = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+            self._ahead = self._ahead + len(data) if serving else 0
+            if self._ahead > AHEAD_LIMIT:
+                self.send_400_response("More requests were sent than answered.")
+                return
             super().data_received(data)
-            if self._received - self._body > HEAD_LIMIT + self._body // 16 and not self.transport.is_closing():
-                self.send_400_response(f"The head of a request exceeds {HEAD_LIMIT} bytes.")
             self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -198,7 +193,10 @@ def _impatient_protocol(guard: Guard) -> type[HttpToolsProtocol]:
                 if cycle.response_started:
                     self.transport.close()
                     return
-            super().send_400_response(msg)
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                super().send_400_response(msg)
+            else:
+                self.transport.close()  # the request it belongs to has been answered
 
         def _watch(self) -> None:
             """Bytes that complete no head do not buy more time."""

@@ -19,7 +19,7 @@ _MAGIC = b"SAO1"
 
 
 class Record(NamedTuple):
-    """A payload and its checksum, to be had by any thread."""
+    """A payload and its checksum, which need not be computed on the store's thread."""
 
     payload: bytes
     checksum: int

@@ -114,7 +114,7 @@ class Service:
 
     async def submit(self, payload: bytes) -> str:
         arguments = (payload, self.config, self._vocab_size, self._routing)
-        # A thread costs more than it gains, as decoding holds the interpreter's lock; but not for what takes long.
+        # Decoding holds the interpreter's lock, so a thread of its own costs more than it gains, unless it takes long.
         item = await asyncio.to_thread(admit, *arguments) if len(payload) > LARGE_BODY else admit(*arguments)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._submissions.put_nowait((item, answer))

@@ -21,11 +21,11 @@ VERSION = re.compile(r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})")  # incarnation.n
 TURN_KINDS = ("prompt", "action", "observation")
 TEXT_LIMITS = {"id": 512, "run_id": 512, "task_id": 1024, "group": 1100, "failure": 4096}  # characters
 MAX_ENTRIES = 256  # of sampling, and of metrics
-MAX_SPANS = 2**18  # of versions, and of turns; millions would hold the interpreter's lock for seconds
-MAX_LOOSE_BYTES = 4 * 2**20  # of a body outside of its arrays: a byte of nested lists takes 64 in memory
+MAX_LOOSE_BYTES = 2**20  # of a body outside of its arrays: a byte of nested lists takes 64 in memory
 POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quantity
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
+_MESSAGE_LIMIT = 1000
 _BINARY = (b"\xc4", b"\xc5", b"\xc6")  # how msgpack starts bytes, and below the list that support or routed_experts is
 _PAIR_OR_TRIPLE = (b"\x92", b"\x93")
 _EXPERT_DTYPES = ("|u1", "<u2")
@@ -46,7 +46,10 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 
 
 class TrajectoryError(ValueError):
-    """A malformed trajectory; the message starts with ``field[index]:``."""
+    """A malformed trajectory; the message starts with ``field[index]:``. It has 1,000 characters at most."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _MESSAGE_LIMIT else f"{message[:_MESSAGE_LIMIT]}…")
 
 
 class Support(NamedTuple):
@@ -242,8 +245,10 @@ class Trajectory:
                 f"{self.num_action_tokens} action tokens and {len(ids)} ids"
             )
         _refuse("support", ids, (ids < 0) | (ids >= vocab_size), f"is outside the vocabulary [0, {vocab_size})")
-        own = (self.support.padded() == self.token_ids[self.loss_mask == 1][:, None]).any(1)
-        _refuse("support", self.token_ids[self.loss_mask == 1], ~own, "was sampled, but is not in its own support")
+        sampled = self.token_ids[self.loss_mask == 1]
+        if len(sampled):  # row by row, but without a table: one long row would make all of them long
+            own = np.logical_or.reduceat(ids == np.repeat(sampled, counts), np.cumsum(counts, dtype=np.int64) - counts)
+            _refuse("support", sampled, ~own, "was sampled, but is not in its own support")
 
     def _check_routing(self, routing: RoutingShape | None) -> None:
         experts = self.routed_experts
@@ -289,9 +294,11 @@ class Trajectory:
         try:
             if len(data) > MAX_LOOSE_BYTES:
                 _check_bulk(data)
-            message = msgpack.unpackb(data, max_array_len=MAX_SPANS, max_map_len=MAX_SPANS)
+            message = msgpack.unpackb(data)
+        except TrajectoryError:
+            raise
         except (ValueError, msgpack.UnpackException) as error:
-            raise TrajectoryError(f"body: is not one msgpack message: {error or type(error).__name__}") from None
+            raise TrajectoryError(f"body: is not one msgpack message: {str(error) or type(error).__name__}") from None
         if not isinstance(message, dict) or message.get("schema") != SCHEMA:
             found = message.get("schema") if isinstance(message, dict) else type(message).__name__
             raise TrajectoryError(f"schema: found {found!r}; this reader knows {SCHEMA}")
@@ -377,6 +384,8 @@ def _experts(raw: Any) -> np.ndarray | None:
         raise TrajectoryError(f"routed_experts: expected null or [{' or '.join(_EXPERT_DTYPES)}, shape, bytes]")
     dtype, shape, data = raw
     flat = _array("routed_experts", data, dtype)
-    if any(type(size) is not int or not 0 <= size < 2**31 for size in shape) or math.prod(shape) != flat.size:
+    if len(shape) != 3 or any(type(size) is not int or not 0 <= size < 2**31 for size in shape):
+        raise TrajectoryError("routed_experts: shape is not [tokens, MoE layers, top_k]")
+    if math.prod(shape) != flat.size:
         raise TrajectoryError(f"routed_experts: shape {shape} does not hold {flat.size} values")
     return flat.reshape(shape)

@@ -1,5 +1,6 @@
 """Broken and hostile clients against the real server: nothing but a 4xx and a counter comes of it."""
 
+import contextlib
 import json
 import socket
 import struct
@@ -17,8 +18,10 @@ from tests.trajectories import make_trajectory
 pytestmark = pytest.mark.system
 
 PATIENCE = 1.0
+WAIT = json.dumps({"incarnation": 1, "batch_size": 2, "policy_version": 0, "wait": 5})  # for what never comes
 UNKNOWN = "POST /v1/trajectories HTTP/1.1\r\nHost: b\r\n"
 HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
+POLL = HEAD.replace("trajectories", "batches/rl/0") + "Content-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +154,12 @@ def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
         ("GET /v1/stats HTTP/1.1\r\n", f"X-More: {'a' * 1000}\r\n"),
         ("GET /v1/stats HTTP/1.1\r\nX-Long: ", "a" * 1000),
         ("GET /", "a" * 1000),
-        ("", "\r\n" * 500),
         (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n4\r\nxxxx\r\n0\r\n", f"X-Trailer: {'a' * 1000}\r\n"),
-        (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n", "1\r\nx\r\n" * 170),
-        (f"{HEAD}Transfer-Encoding: chunked\r\n\r\n", f"1;{'a' * 1000}\r\nx\r\n"),
+        (f"{POLL}Content-Length: {len(WAIT)}\r\n\r\n{WAIT}", "GET /healthz HTTP/1.1\r\nHost: b\r\n\r\n" * 30),
+        (f"{POLL}Content-Length: {len(WAIT)}\r\n\r\n{WAIT}{HEAD}Content-Length: 4000000000\r\n\r\n", "x" * 1000),
         (f"{UNKNOWN}Transfer-Encoding: chunked\r\n\r\n0\r\n", f"X-Trailer: {'a' * 1000}\r\n"),
     ],
-    ids=["headers", "header", "path", "empty lines", "trailers", "tiny chunks", "chunk extensions", "refused before"],
+    ids=["headers", "header", "path", "trailers", "behind a long-poll", "a body behind it", "refused before"],
 )  # fmt: skip
 def test_what_goes_beside_a_body_is_bounded(buffer, start, endless):
     before = refusals(buffer)
@@ -170,6 +172,26 @@ def test_what_goes_beside_a_body_is_bounded(buffer, start, endless):
                 connection.sendall(endless.encode())
                 sent += len(endless)
     assert refusals(buffer) >= before + 1
+
+
+def test_many_requests_without_reading_an_answer_cost_no_memory_and_leaving_no_error(buffer):
+    process = psutil.Process(buffer.process.pid)
+    before = process.memory_info().rss
+    for _ in range(5):
+        with connect(buffer) as connection:
+            connection.settimeout(0.5)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                for _ in range(200):
+                    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: b\r\n\r\n" * 500)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
+    assert process.memory_info().rss < before + 2**26
+
+
+def test_a_body_behind_an_offer_to_upgrade_is_read(buffer):
+    for upgrade in ("h2c", "websocket"):
+        body = make_trajectory(run_id="another").encode()
+        response = buffer.post("/v1/trajectories", body, Connection="Upgrade", Upgrade=upgrade)
+        assert response.status_code == 422 and "run_id: 'another'" in response.text
 
 
 @pytest.mark.parametrize("chunked", [False, True])
