@@ -258,8 +258,8 @@ def test_whatever_keeps_the_buffer_from_starting_is_a_sentence(tmp_path, monkeyp
         monkeypatch.setenv("MEGATRON_SAO_TOKEN", TOKEN)
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
             main(config, tmp_path, "127.0.0.1", port)
-    Store(tmp_path / "buffer", config, [], []).close()
-    with pytest.raises(ConfigError, match="filled from other tasks"):
+    Store(tmp_path / "buffer", config, [], [], run_id="another").close()
+    with pytest.raises(ConfigError, match="filled by the run 'another'"):
         main(config, tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"gives no vocab_size"):
