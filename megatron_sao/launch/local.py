@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megatron_sao.launch.supervise import (
 )
 
 MIN_FREE_BYTES = 10**9
+_LOCK_SECONDS = 0.5  # `status` looks at the lock by taking it, for a moment
 OBSERVING = ("logging", "alarms")  # sections that a resumed run may change: they do not touch what is trained
 
 
@@ -187,10 +189,16 @@ def _listen(held: contextlib.ExitStack, field: str, host: str, port: int) -> int
 def exclusive(run_dir: Path) -> Iterator[None]:
     """Own ``run_dir`` until this process ends in whatever way. Raises ConfigError while another launcher owns it."""
     with (run_dir / "launcher.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--run-dir {run_dir} belongs to a run in progress; stop it or choose another") from None
+        give_up = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    message = f"--run-dir {run_dir} belongs to a run in progress; stop it or choose another"
+                    raise ConfigError(message) from None
+            time.sleep(0.05)
         yield
 
 

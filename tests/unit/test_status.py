@@ -1,9 +1,12 @@
 """``megatron-sao status`` of a run that nobody serves any more."""
 
+import fcntl
+import threading
+
 import pytest
 
 from megatron_sao.cli import main as cli
-from megatron_sao.config import load_config
+from megatron_sao.config import ConfigError, load_config
 from megatron_sao.launch.local import exclusive
 from tests.recorded_run import write_run
 
@@ -85,3 +88,12 @@ def test_a_finished_run_is_called_complete_and_a_client_that_left_is_no_error(tm
     shown = capsys.readouterr().out
     assert f"complete, its policy is in {run / 'hf'}" in shown
     assert "none in the logs" in shown
+
+
+def test_a_glance_at_the_lock_keeps_no_launcher_from_starting(tmp_path):
+    (tmp_path / "launcher.lock").touch()
+    with (tmp_path / "launcher.lock").open() as glance:
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, (glance, fcntl.LOCK_UN)).start()
+        with exclusive(tmp_path), pytest.raises(ConfigError, match="belongs to a run in progress"), exclusive(tmp_path):
+            pass
