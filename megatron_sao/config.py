@@ -238,6 +238,11 @@ class EngineConfig(Section):
     health_timeout: PositiveInt = 30  # seconds without a token, when asked for one, until it gets no more turns
     sglang: dict[str, Any] = {}
 
+    @property
+    def sampling_mask_max_tokens(self) -> int:
+        """The most ids of a truncated support that a server reports for one token."""
+        return self.sglang.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+
 
 class WeightsConfig(Section):
     """How new weights reach the engines (docs/weights.md)."""
@@ -402,7 +407,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _supports_are_reported(self) -> RunConfig:
         top_k = self.rollout.sampling.top_k
-        limit = self.engine.sglang.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS)
+        limit = self.engine.sampling_mask_max_tokens
         if type(limit) is not int or limit < 1:
             raise ValueError(
                 f"engine.sglang.sampling_mask_max_tokens = {limit!r}: write a positive whole number, or leave it out "

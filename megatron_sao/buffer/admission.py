@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_sao.buffer.segments import Record
-from megatron_sao.config import SAMPLING_MASK_MAX_TOKENS, RunConfig
+from megatron_sao.config import RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
@@ -40,7 +40,7 @@ def _check_sampling(trajectory: Trajectory, config: RunConfig) -> None:
             f"support: is {'missing' if truncated else 'recorded'}, but this run's {trajectory.kind} sampling "
             f"{'is' if truncated else 'is not'} truncated (rollout.sampling.top_k)"
         )
-    most = int(config.engine.sglang.get("sampling_mask_max_tokens", SAMPLING_MASK_MAX_TOKENS))
+    most = config.engine.sampling_mask_max_tokens
     if trajectory.support is not None and (largest := trajectory.support.counts.max(initial=0)) > most:
         raise TrajectoryError(f"support: has {largest} ids for one token, but an engine records {most} at most")
     if config.algorithm.routing_replay and trajectory.routed_experts is None:

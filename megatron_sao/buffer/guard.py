@@ -73,7 +73,7 @@ class Guard:
         try:
             refusal = await self._read(scope["path"], body, receive)
             if refusal is None:
-                whole = body[0] if len(body) == 1 else b"".join(body)
+                whole = b"".join(body)
                 body[:] = [whole]
                 await self._app(scope, _replay(whole, receive), send)
             else:

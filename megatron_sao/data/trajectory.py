@@ -26,8 +26,8 @@ POSITIVE_LOGPROB_LIMIT = 1e-3  # float noise around log 1; more is another quant
 
 _ARRAYS = {"token_ids": "<i4", "loss_mask": "|u1", "logprobs": "<f4", "rewards": "<f4"}
 _MESSAGE_LIMIT = 1000
-_BINARY = (b"\xc4", b"\xc5", b"\xc6")  # how msgpack starts bytes, and below the list that support or routed_experts is
-_PAIR_OR_TRIPLE = (b"\x92", b"\x93")
+_BINARY = (b"\xc4", b"\xc5", b"\xc6")  # with which msgpack begins bytes
+_PAIR_OR_TRIPLE = (b"\x92", b"\x93")  # and the lists that support and routed_experts are
 _EXPERT_DTYPES = ("|u1", "<u2")
 _SCALARS: dict[str, tuple[type, ...]] = {
     "id": (str,),
@@ -49,7 +49,7 @@ class TrajectoryError(ValueError):
     """A malformed trajectory; the message starts with ``field[index]:``. It has 1,000 characters at most."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= _MESSAGE_LIMIT else f"{message[:_MESSAGE_LIMIT]}…")
+        super().__init__(message if len(message) <= _MESSAGE_LIMIT else f"{message[: _MESSAGE_LIMIT - 1]}…")
 
 
 class Support(NamedTuple):
@@ -292,13 +292,14 @@ class Trajectory:
     def decode(data: bytes) -> Trajectory:
         """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
         try:
-            if len(data) > MAX_LOOSE_BYTES:
-                _check_bulk(data)
-            message = msgpack.unpackb(data)
-        except TrajectoryError:
-            raise
+            loose = len(data) if len(data) <= MAX_LOOSE_BYTES else _loose_bytes(data)
+            message = msgpack.unpackb(data) if loose <= MAX_LOOSE_BYTES else None
         except (ValueError, msgpack.UnpackException) as error:
             raise TrajectoryError(f"body: is not one msgpack message: {str(error) or type(error).__name__}") from None
+        if loose > MAX_LOOSE_BYTES:
+            raise TrajectoryError(
+                f"body: {loose} of its bytes are in none of its arrays; the limit is {MAX_LOOSE_BYTES}"
+            )
         if not isinstance(message, dict) or message.get("schema") != SCHEMA:
             found = message.get("schema") if isinstance(message, dict) else type(message).__name__
             raise TrajectoryError(f"schema: found {found!r}; this reader knows {SCHEMA}")
@@ -328,13 +329,13 @@ def _refuse(name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         raise TrajectoryError(f"{name}[{index}]: {values[index]} {why}")
 
 
-def _check_bulk(data: bytes) -> None:
-    """Raise TrajectoryError for a body that is large for other reasons than its arrays, without decoding it."""
+def _loose_bytes(data: bytes) -> int:
+    """How many bytes of a body are in none of its arrays, found without decoding it. Raises what msgpack raises."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
     num_fields, loose = unpacker.read_map_header(), len(data)
     if num_fields > MAX_ENTRIES:
-        raise TrajectoryError(f"body: has {num_fields} fields, more than a trajectory")
+        return loose  # no trajectory
     for _ in range(num_fields):
         unpacker.skip()  # the name
         start = unpacker.tell()
@@ -343,8 +344,7 @@ def _check_bulk(data: bytes) -> None:
             start = unpacker.tell()
             unpacker.skip()
             loose -= unpacker.tell() - start if data[start : start + 1] in _BINARY else 0
-    if loose > MAX_LOOSE_BYTES:
-        raise TrajectoryError(f"body: {loose} of its bytes are in none of its arrays; the limit is {MAX_LOOSE_BYTES}")
+    return loose
 
 
 def _raw(name: str, array: np.ndarray, dtype: str) -> bytes:

@@ -76,6 +76,11 @@ class Metrics:
             self._shares.append(parts)
 
     @property
+    def resuming(self) -> bool:
+        """Whether all there is was written before this object was made."""
+        return self.last_time is not None and self.last_time < self._began
+
+    @property
     def pace(self) -> float | None:
         """Recent seconds per step (the median, so that a restart's gap does not count)."""
         times = list(self._times)
@@ -141,10 +146,8 @@ class Progress:
         self.metrics.read()
         while self.metrics.fallbacks:
             self.note(f"megatron-sao: {self.metrics.fallbacks.pop(0)}")
-        text = self.metrics.describe()
-        if self.metrics.last_time and time.time() - self.metrics.last_time > now - self._began:
-            text = f"starting again; until now: {text}"
-        line = f"[{clock(now - self._began)}] {text}"
+        before = "starting again; until now: " if self.metrics.resuming else ""
+        line = f"[{clock(now - self._began)}] {before}{self.metrics.describe()}"
         if self._live:
             total = self.metrics.totals.get(self.metrics.stage, 0)
             bar = ProgressBar(total=max(total, 1), completed=self.metrics.step, width=60)

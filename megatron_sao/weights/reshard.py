@@ -235,13 +235,14 @@ def build_plan(
     transfers = []
     for weight in weights:
         _check_divisible(weight, layout)
+        replicas = layout.replicas(weight.entry)
         unit = _unit(weight.entry) if experts_together else weight.entry.name
         if unit not in owners:
-            candidates = _nearest(sources, weight.entry, layout, unit == weight.entry.name)
+            candidates = _nearest(sources, layout, weight.entry, [] if experts_together else replicas)
             owners[unit] = min(candidates, key=lambda source: (load[source], source))
         source = owners[unit]
         load[source] += weight.nbytes
-        holders = _holders(layout.replicas(weight.entry), source, given)
+        holders = _holders(replicas, source, given)
         for rank in holders:
             given[rank] += 0 if rank == source else weight.nbytes // len(holders)
         bucket, filled = filling[source]
@@ -252,14 +253,11 @@ def build_plan(
     return Plan(layout, sources, tuple(transfers))
 
 
-def _nearest(sources: tuple[int, ...], entry: Entry, layout: Layout, alone: bool) -> Sequence[int]:
-    """The sources that hold a part of ``entry``, if it goes ``alone``; else those of its stage; else all."""
+def _nearest(sources: tuple[int, ...], layout: Layout, entry: Entry, replicas: list[tuple[int, ...]]) -> Sequence[int]:
+    """The sources in ``replicas``; else those of the stages of ``entry``; else all."""
     stages = layout.stages(entry)
     near = [source for source in sources if source // layout.stage_size in stages]
-    if alone and entry.expert:  # of everything else each rank of the stage holds a part
-        replicas = layout.replicas(entry)
-        near = [source for source in near if any(source in ranks for ranks in replicas)] or near
-    return near or sources
+    return [source for source in near if any(source in ranks for ranks in replicas)] or near or sources
 
 
 def _holders(replicas: list[tuple[int, ...]], source: int, given: dict[int, int]) -> tuple[int, ...]:
