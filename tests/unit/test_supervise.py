@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,3 +145,24 @@ def run_and(supervisor: Supervisor, number: int) -> int:
     start = trainer.start
     trainer.start = lambda: (start(), send(number))
     return supervisor.run()
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_tensors_of_every_part_are_on_huge_pages_unless_the_user_says_otherwise(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not offered.is_file() or "[madvise]" not in offered.read_text():
+        pytest.skip("this kernel gives huge pages to all programs or to none, whatever they ask for")
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", chosen)
+    look = (
+        "import torch; held = torch.ones(64 * 2**20, dtype=torch.uint8)\n"
+        "print(next(l for l in open('/proc/self/smaps_rollup') if l.startswith('AnonHugePages')).split()[1])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", look], env=supervise.part_environment("unused", "unused"),
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (int(shown.stdout) >= 32 * 1024) == (chosen is None)
