@@ -9,7 +9,7 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 
 def admit(
-    payload: bytes, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
+    payload: bytes | memoryview, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
 ) -> tuple[Trajectory, Record]:
     """The trajectory in a request's body, and what to store.
 

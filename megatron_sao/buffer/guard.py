@@ -13,10 +13,13 @@ import uvicorn
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megatron_sao.buffer.body import InPlace, Pieces
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
+TRAJECTORIES = "/v1/trajectories"
+_CONNECTION = "megatron_sao.connection"  # key of a scope: the protocol object that the request came through
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -69,48 +72,67 @@ class Guard:
                 401, "the bearer token is missing or wrong; set MEGATRON_SAO_TOKEN to the run's token"
             )(scope, receive, send)
             return
-        body: list[bytes] = []
+        body = self._incoming(scope)
         try:
             refusal = await self._read(scope["path"], body, receive)
             if refusal is None:
-                whole = b"".join(body)
-                body[:] = [whole]
-                await self._app(scope, _replay(whole, receive), send)
+                await self._app(scope, _replay(body.whole(), receive), send)
             else:
+                body.end()
                 await refusal(scope, receive, send)
         except _Gone:
             return
         finally:
-            self._held -= sum(map(len, body))
+            body.end()
+            self._held -= body.size
 
-    async def _read(self, path: str, body: list[bytes], receive: Receive) -> JSONResponse | None:
+    def _incoming(self, scope: dict[str, Any]) -> Pieces | InPlace:
+        connection = scope.get(_CONNECTION)
+        if connection is None or scope["path"] != TRAJECTORIES:
+            return Pieces()
+
+        def arrived(nbytes: int) -> None:
+            self._held += nbytes
+            if self._is_full():
+                connection.cycle.message_event.set()  # wakes _read, which otherwise waits for the whole
+
+        return InPlace.begin(connection, self._max_body_bytes, arrived) or Pieces()
+
+    async def _read(self, path: str, body: Pieces | InPlace, receive: Receive) -> JSONResponse | None:
         """Fill ``body``; returns why it is refused, if it is."""
-        trajectory = path == "/v1/trajectories"
+        trajectory = path == TRAJECTORIES
         limit = self._max_body_bytes if trajectory else self._json_limit
         loop = asyncio.get_running_loop()
         start = loop.time()
-        more, size = True, 0
-        while more:
-            try:
-                async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
-                    message = await receive()
-            except TimeoutError:
+        message: dict[str, Any] = {"more_body": True}
+        while message.get("more_body", False):
+            size = -1
+            while size < body.size:  # as long as some has come since the time that it had was counted
+                size = body.size
+                try:
+                    async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
+                        message = await receive()
+                    break
+                except TimeoutError:
+                    continue
+            else:
                 return error_response(
                     408, f"the body came slower than {self._min_rate:.0f} bytes per second; send it again"
                 )
             if message["type"] == "http.disconnect":
                 raise _Gone
             chunk = message.get("body", b"")
-            body.append(chunk)
-            size += len(chunk)
+            body.add(chunk)
             self._held += len(chunk)
-            more = message.get("more_body", False)
-            if size > limit:
+            if body.size > limit:
                 field = " (buffer.max_body_bytes)" if trajectory else ""
                 return error_response(413, f"the body exceeds {limit} bytes{field}")
-            if self._held > 4 * max(self._max_body_bytes, self._json_limit):
+            if self._is_full():
                 return error_response(429, "too many large bodies at once; try again")
         return None
+
+    def _is_full(self) -> bool:
+        return self._held > 4 * max(self._max_body_bytes, self._json_limit)
 
     def _counted(self, send: Send) -> Send:
         async def counted(message: dict[str, Any]) -> None:
@@ -125,7 +147,7 @@ class _Gone(Exception):
     """The client has left."""
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes | memoryview, receive: Receive) -> Receive:
     """A receive channel that yields the whole body once and then what really comes: the disconnect."""
     first = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -178,6 +200,11 @@ def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
                 return
             super().data_received(data)
             self._watch()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.scope is not None:
+                self.scope[_CONNECTION] = self  # the application runs after this, and the guard takes it from there
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()

@@ -1,6 +1,6 @@
 """Append-only segment files that hold payloads: ``segments/00000001.seg``, … of records
 
-    magic "SAO1" | uint32 length | uint32 crc32 | payload            (little-endian)
+    magic "SAO2" | uint32 length | uint64 xxh3 | payload            (little-endian)
 
 A process appends to a segment of its own making only, so a record torn by a crash stays behind unreferenced at
 the end of an old file.
@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import os
 import struct
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<4sII")
-_MAGIC = b"SAO1"
+import xxhash
+
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"SAO2"
+_PAGE = 4096
+# A payload is read once, and later. Left in the page cache it would take memory from the other programs of the machine,
+# and every write would have to find new pages, which costs more than the copy into them.
+LET_GO_BYTES = 2**20
 
 
 class Record(NamedTuple):
     """A payload and its checksum, which need not be computed on the store's thread."""
 
-    payload: bytes
+    payload: bytes | memoryview
     checksum: int
 
     @classmethod
-    def of(cls, payload: bytes) -> Record:
-        return cls(payload, zlib.crc32(payload))
+    def of(cls, payload: bytes | memoryview) -> Record:
+        return cls(payload, xxhash.xxh3_64_intdigest(payload))
 
 
 class SegmentCorrupt(RuntimeError):
@@ -48,6 +53,7 @@ class Segments:
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.seg")}
         self._active: int | None = None
         self._file: int | None = None
+        self._let_go = 0  # bytes of the active segment that the page cache no longer has to hold
         self._next = max(self._sizes, default=0) + 1
 
     @property
@@ -83,6 +89,10 @@ class Segments:
         except OSError:
             self.close()  # the kernel may have dropped the pages: a second fsync would lie
             raise
+        durable = self._sizes[self._active] // _PAGE * _PAGE
+        if durable - self._let_go >= LET_GO_BYTES:
+            os.posix_fadvise(self._file, self._let_go, durable - self._let_go, os.POSIX_FADV_DONTNEED)
+            self._let_go = durable
 
     def read(self, segment: int, offset: int) -> bytes:
         path = self._path(segment)
@@ -93,7 +103,7 @@ class Segments:
                 payload = file.read(length)
         except (OSError, struct.error) as error:
             raise SegmentCorrupt(f"{path} cannot be read at {offset}: {error}; restore it from a copy") from error
-        if magic != _MAGIC or len(payload) != length or zlib.crc32(payload) != checksum:
+        if magic != _MAGIC or len(payload) != length or xxhash.xxh3_64_intdigest(payload) != checksum:
             raise SegmentCorrupt(f"{path} is corrupt at offset {offset}; restore it from a copy")
         return payload
 
@@ -113,7 +123,7 @@ class Segments:
     def _open(self) -> None:
         self._file = os.open(self._path(self._next), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._active, self._next = self._next, self._next + 1
-        self._sizes[self._active] = 0
+        self._sizes[self._active] = self._let_go = 0
         directory = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name must survive a power cut along with the content

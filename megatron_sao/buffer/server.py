@@ -7,6 +7,7 @@ cost of an fsync is shared under load.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 GROUP_LIMIT = 64  # submissions written with one fsync
 LARGE_BODY = 4 * 2**20  # bytes; others are answered while a larger one is decoded and checked
+KEPT_BYTES = 256 * 2**20  # of freed memory, see _keep_freed_memory
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
 
 REFUSED = {  # status codes of any call, for the OpenAPI document
@@ -112,7 +115,7 @@ class Service:
             if await request.is_disconnected():
                 return None
 
-    async def submit(self, payload: bytes) -> str:
+    async def submit(self, payload: bytes | memoryview) -> str:
         arguments = (payload, self.config, self._vocab_size, self._routing)
         # Decoding holds the interpreter's lock, so a thread of its own costs more than it gains, unless it takes long.
         item = await asyncio.to_thread(admit, *arguments) if len(payload) > LARGE_BODY else admit(*arguments)
@@ -351,6 +354,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         ConfigError: no token, no vocabulary, unusable task files, port in use, store owned by another process.
     """
     start_logging("buffer")
+    _keep_freed_memory()
     token = token_of("the buffer")
     vocab_size = _vocab_size(config.model.path)
     host = config.buffer.host if host is None else host
@@ -380,6 +384,15 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         log.info("serving %s at %s", store.run_id, url)
 
     _Server(guarded_server(guard), service, announce).run(sockets=[listener])
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc use the memory of one body for the next: it would give it back to the kernel, which clears it, page by
+    page, before it is there again."""
+    with suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _listen(host: str, port: int, last: Path) -> socket.socket:

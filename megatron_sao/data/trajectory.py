@@ -289,7 +289,7 @@ class Trajectory:
         return msgpack.packb(message)
 
     @staticmethod
-    def decode(data: bytes) -> Trajectory:
+    def decode(data: bytes | memoryview) -> Trajectory:
         """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
         try:
             loose = len(data) if len(data) <= MAX_LOOSE_BYTES else _loose_bytes(data)
@@ -329,7 +329,7 @@ def _refuse(name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         raise TrajectoryError(f"{name}[{index}]: {values[index]} {why}")
 
 
-def _loose_bytes(data: bytes) -> int:
+def _loose_bytes(data: bytes | memoryview) -> int:
     """How many bytes of a body are in none of its arrays, found without decoding it. Raises what msgpack raises."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
