@@ -68,13 +68,16 @@ class Segments:
         if self._active is None:
             self._open()
         offset = self._sizes[self._active]
+        header = _HEADER.pack(_MAGIC, len(record.payload), record.checksum)
+        parts = [memoryview(header), memoryview(record.payload)]
         try:
-            for part in (_HEADER.pack(_MAGIC, len(record.payload), record.checksum), record.payload):
-                view = memoryview(part)
-                while view:
-                    written = os.write(self._file, view)
-                    self._sizes[self._active] += written
-                    view = view[written:]
+            while parts:  # both in one call: after each the thread waits for the interpreter's lock
+                written = os.writev(self._file, parts)
+                self._sizes[self._active] += written
+                while parts and written >= len(parts[0]):
+                    written -= len(parts.pop(0))
+                if written:
+                    parts[0] = parts[0][written:]
         except OSError:
             self.close()  # what was half-written is never referenced
             raise

@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -48,6 +49,7 @@ GROUP_LIMIT = 64  # submissions written with one fsync
 LARGE_BODY = 4 * 2**20  # bytes; others are answered while a larger one is decoded and checked
 KEPT_BYTES = 256 * 2**20  # of freed memory, see _keep_freed_memory
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+SWITCH_SECONDS = 0.0005  # that the event loop may keep the interpreter's lock from the store's thread
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
 
 REFUSED = {  # status codes of any call, for the OpenAPI document
@@ -355,6 +357,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     """
     start_logging("buffer")
     _keep_freed_memory()
+    sys.setswitchinterval(SWITCH_SECONDS)
     token = token_of("the buffer")
     vocab_size = _vocab_size(config.model.path)
     host = config.buffer.host if host is None else host

@@ -104,11 +104,12 @@ def doom(die_at: int) -> None:
         if dies():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def write(file, data):
+    def writev(file, parts):
         if dies():
+            data = b"".join(parts)
             os.write(file, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        return os.write(file, data)
+        return os.writev(file, parts)
 
     def fsync(file):
         step()
@@ -123,7 +124,7 @@ def doom(die_at: int) -> None:
                 step()
             return cursor
 
-    segments.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)} | {"write": write, "fsync": fsync})
+    segments.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)} | {"writev": writev, "fsync": fsync})
     connect = sqlite3.connect
     database.sqlite3 = SimpleNamespace(**{name: getattr(sqlite3, name) for name in dir(sqlite3)})
     database.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Doomed, **options)

@@ -1,5 +1,6 @@
 """What the store keeps, hands out once and forgets: trajectories, batches, and the disk under them."""
 
+import os
 import subprocess
 import sys
 
@@ -322,6 +323,39 @@ def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monk
     assert bench.stat("trajectories_stored") == 1
     assert bench.play(lease) == "accepted"
     assert [row["state"] for row in bench.store.archive.index()] == ["stored", "stored"]
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 21, 22, 1000])
+def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, at_once):
+    written = []
+
+    def writev(file, parts):
+        taken = b"".join(parts)[:at_once]
+        written.append(len(taken))
+        return os.write(file, taken)
+
+    monkeypatch.setattr("megatron_sao.buffer.segments.os.writev", writev)
+    segments = Segments(tmp_path)
+    payloads = [b"first", b"", memoryview(b"third")]
+    places = [segments.append(Record.of(payload)) for payload in payloads]
+    segments.sync()
+    assert [segments.read(*place) for place in places] == payloads
+    assert sum(written) == segments.stored_bytes == (tmp_path / "00000001.seg").stat().st_size
+
+
+def test_after_a_full_disk_a_new_segment_is_begun(tmp_path, monkeypatch):
+    def writev(file, parts):
+        os.write(file, b"".join(parts)[:7])
+        raise OSError(28, "No space left on device")
+
+    segments = Segments(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_sao.buffer.segments.os.writev", writev)
+        with pytest.raises(OSError, match="No space left"):
+            segments.append(Record.of(b"lost"))
+    place = segments.append(Record.of(b"kept"))
+    segments.sync()
+    assert place == (2, 0) and segments.read(*place) == b"kept"
 
 
 def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
