@@ -1,0 +1,177 @@
+"""Trajectories that are received in place, against the real server: whole however they come, nothing left of a half."""
+
+import json
+import socket
+import struct
+import time
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_sao.buffer.body import LARGE
+from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
+from tests.trajectories import make_trajectory
+
+pytestmark = pytest.mark.system
+
+PATIENCE = 1.0
+MOST = 2_000_000
+HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
+LEFT = f"GET /v1/stats HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def buffer(tmp_path_factory):
+    buffer = Buffer(
+        tmp_path_factory.mktemp("large"), patience=PATIENCE, buffer={"max_body_bytes": MOST},
+        rollout={"environment": "package.module:Class", "max_tokens": 200_000}, rl={"batch_size": 16},
+    )  # fmt: skip
+    buffer.start()
+    buffer.client().register_trainer("test", 0)
+    yield buffer
+    buffer.kill()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(buffer):
+    """After every test a large trajectory goes in as it is, and no error has been logged."""
+    yield
+    assert buffer.process.is_alive()
+    connection = connect(buffer)
+    trajectory = large(buffer, "after")
+    connection.sendall(request(trajectory.encode()))
+    assert answers(connection, 1) == [(200, {"result": "accepted"})]
+    assert_stored(buffer, trajectory)
+    assert "Traceback" not in buffer.log()
+
+
+def connect(buffer):
+    address = urlsplit(buffer.url)
+    return socket.create_connection((address.hostname, address.port), timeout=10)
+
+
+def large(buffer, name, tokens=60_000):
+    """Of 13 bytes for each token, and for a visit of its own."""
+    serve_engine(buffer)  # an engine that nobody hears of is down after 15 s
+    (lease,) = on_async(buffer, lambda client: client.lease("w", 1, 5.0))
+    rng = np.random.default_rng(tokens)
+    mask = np.arange(tokens) >= 10
+    return make_trajectory(
+        id=f"{name}/{lease.visit_id}", task_id=lease.task["id"], epoch=lease.epoch, attempt=lease.attempt,
+        token_ids=rng.integers(0, 7, tokens, dtype=np.int32), loss_mask=mask.astype(np.uint8),
+        logprobs=np.where(mask, -rng.random(tokens), 0).astype(np.float32), rewards=np.zeros(tokens, np.float32),
+        versions=[("1.0", 10, tokens)], turns=[("prompt", 0, 10), ("action", 10, tokens)],
+    )  # fmt: skip
+
+
+def request(body, length=None, headers=""):
+    return f"{HEAD}{headers}Content-Length: {length or len(body)}\r\n\r\n".encode() + body
+
+
+def answers(connection, count):
+    """(status, JSON) of the next ``count`` answers."""
+    data, found = b"", []
+    while len(found) < count:
+        head, end, rest = data.partition(b"\r\n\r\n")
+        lines = head.decode().lower().split("\r\n")
+        length = next((int(line.split(":")[1]) for line in lines if line.startswith("content-length")), 0)
+        if not end or len(rest) < length:
+            data += (chunk := connection.recv(65536))
+            assert chunk, f"closed after {found} and {data!r}"
+            continue
+        found.append((int(lines[0].split()[1]), json.loads(rest[:length]) if length else None))
+        data = rest[length:]
+    return found
+
+
+def assert_stored(buffer, trajectory):
+    assert buffer.get(f"/v1/trajectories/{trajectory.id}").content == trajectory.encode()
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [65_535], [LARGE - 1], [10**9]], ids=str)
+def test_a_body_is_stored_as_it_was_whatever_pieces_it_comes_in(buffer, sizes):
+    trajectory = large(buffer, "pieces")
+    sent = request(trajectory.encode())
+    with connect(buffer) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for size in sizes * 50:
+            connection.sendall(sent[:size])
+            sent = sent[size:]
+        connection.sendall(sent[:-1])
+        time.sleep(0.1)  # the last byte alone is h11's
+        connection.sendall(sent[-1:])
+        assert answers(connection, 1) == [(200, {"result": "accepted"})]
+    assert_stored(buffer, trajectory)
+
+
+@pytest.mark.parametrize("length", [LARGE - 1, LARGE, LARGE + 1, 2 * LARGE])
+def test_a_body_on_the_bound_to_large_is_read_to_its_end_and_no_further(buffer, length):
+    with connect(buffer) as connection:
+        connection.sendall(request(bytes(length)) + request(b"x" * length) + LEFT)
+        (first, refused), (second, _), (third, _) = answers(connection, 3)
+    assert (first, second, third) == (422, 422, 200) and "one msgpack message" in refused["error"]
+
+
+def test_what_follows_large_bodies_on_the_connection_is_answered_in_its_turn(buffer):
+    trajectories = [large(buffer, "follows") for _ in range(3)]
+    with connect(buffer) as connection:
+        for trajectory in trajectories:
+            connection.sendall(request(trajectory.encode(), headers="Expect: 100-continue\r\n"))
+            assert answers(connection, 2) == [(100, None), (200, {"result": "accepted"})]
+        connection.sendall(request(trajectories[0].encode()) + LEFT)
+        (status, duplicate), (_, stats) = answers(connection, 2)
+    assert (status, duplicate) == (200, {"result": "duplicate"}) and "requests_refused" in stats
+    for trajectory in trajectories:
+        assert_stored(buffer, trajectory)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_clients_that_leave_in_the_middle_leave_no_file_and_no_memory_behind(buffer, reset):
+    process = psutil.Process(buffer.process.pid)
+    files, memory = process.num_fds(), process.memory_info().rss
+    for _ in range(10):
+        connections = [connect(buffer) for _ in range(4)]
+        for part, connection in enumerate(connections):
+            connection.sendall(request(bytes(part * MOST // 3 - 1 if part else 0), MOST))
+        for connection in connections:
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+    deadline = time.monotonic() + 5
+    while process.num_fds() > files + 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.num_fds() <= files + 2
+    assert process.memory_info().rss < memory + 10 * MOST  # 40 halves would be more
+
+
+def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
+    connections = [connect(buffer) for _ in range(6)]
+    for connection in connections:
+        connection.sendall(request(bytes(MOST - 10), MOST))
+    statuses = []
+    for connection in connections:
+        connection.sendall(bytes(10))
+        statuses.append(answers(connection, 1)[0][0])
+        connection.close()
+    assert set(statuses) == {422, 429} and statuses.count(422) >= 4
+
+
+@pytest.mark.parametrize(("pause", "statuses"), [(0.3, {422}), (1.0, {408})])
+def test_a_large_body_may_come_as_slowly_as_the_bound_and_no_slower(buffer, pause, statuses):
+    """The bound is 64 KiB per second after the patience of 1 s, so these 384 KiB have 7 s."""
+    piece = bytes(24 * 2**10)
+    with connect(buffer) as connection:
+        connection.sendall(request(b"", 16 * len(piece)))
+        connection.setblocking(False)
+        data = b""
+        for _ in range(16):
+            connection.sendall(piece)
+            time.sleep(pause)
+            try:
+                data = connection.recv(1000)
+                break
+            except BlockingIOError:
+                continue
+    assert int(data.split()[1]) in statuses
