@@ -65,7 +65,6 @@ class InPlace(asyncio.BufferedProtocol):
         if len(here) != reader._length - reader._remaining:
             return None  # some of it has been used already
         http.cycle.body = bytearray()
-        http.cycle.message_event.clear()
         body.add(here)
         arrived(len(here))
         http.transport.set_protocol(body)

@@ -174,6 +174,7 @@ def guarded_server(guard: Guard) -> uvicorn.Config:
         log_config=None,  # its lines go where ours do
         log_level="warning",
         access_log=False,
+        proxy_headers=False,  # nobody asks where a request came from
         timeout_graceful_shutdown=3,
         timeout_keep_alive=60,
     )

@@ -15,7 +15,7 @@ import resource
 import socket
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from starlette.exceptions import HTTPException
 from megatron_sao.buffer import schema
 from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.guard import Guard, error_response, guarded_server, token_of
+from megatron_sao.buffer.guard import TRAJECTORIES, Guard, Receive, Send, error_response, guarded_server, token_of
 from megatron_sao.buffer.schema import Count, PageSize, Stage
 from megatron_sao.buffer.segments import Record
 from megatron_sao.buffer.store import COUNTERS, Store
@@ -42,6 +42,8 @@ from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.logs import start_logging
 from megatron_sao.run_identity import run_identity
+
+Endpoint = Callable[[Request], Awaitable[dict[str, Any]]]
 
 log = logging.getLogger(__name__)
 
@@ -173,11 +175,12 @@ def create_app(service: Service, token: str) -> Guard:
         dependencies=[Depends(HTTPBearer(auto_error=False))],  # for the document; the guard checks it first
     )
     _add_trainer_routes(app, service)
-    _add_rollout_routes(app, service)
+    submit = _add_rollout_routes(app, service)
     _add_engine_routes(app, service)
     _add_observer_routes(app, service)
-    _add_error_handlers(app)
-    guard = Guard(app, token, service.config.buffer.max_body_bytes)
+    for kind, handler in ERROR_HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    guard = Guard(_directly(submit, app), token, service.config.buffer.max_body_bytes)
     service.refused = lambda: guard.refused
     return guard
 
@@ -215,7 +218,8 @@ def _add_trainer_routes(app: FastAPI, service: Service) -> None:
         return {"ids": await service.poll(request, body.wait, store.evaluation_result, stage, step, body.incarnation)}
 
 
-def _add_rollout_routes(app: FastAPI, service: Service) -> None:
+def _add_rollout_routes(app: FastAPI, service: Service) -> Endpoint:
+    """Returns what serves ``POST /v1/trajectories``."""
     visits = service.store.visits
 
     @app.post("/v1/tasks/lease", response_model=schema.Leases)
@@ -233,13 +237,34 @@ def _add_rollout_routes(app: FastAPI, service: Service) -> None:
         return {}
 
     @app.post(
-        "/v1/trajectories",
+        TRAJECTORIES,
         response_model=schema.Submission,
         openapi_extra={"requestBody": TRAJECTORY | {"required": True}},
     )
     async def submit(request: Request) -> dict[str, Any]:
         whole = await request.receive()  # the guard's; request.body() would copy it
         return {"result": await service.submit(whole["body"])}
+
+    return submit
+
+
+def _directly(submit: Endpoint, app: FastAPI) -> Callable[..., Awaitable[None]]:
+    """The application, but trajectories go straight to their endpoint: all that FastAPI does around one takes as long
+    as decoding and checking it."""
+
+    async def application(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or (scope["method"], scope["path"]) != ("POST", TRAJECTORIES):
+            await app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = JSONResponse(await submit(request))
+        except (StoreError, TrajectoryError, sqlite3.Error) as error:
+            kind = next(kind for kind in type(error).__mro__ if kind in ERROR_HANDLERS)
+            response = await ERROR_HANDLERS[kind](request, error)
+        await response(scope, receive, send)
+
+    return application
 
 
 def _add_engine_routes(app: FastAPI, service: Service) -> None:
@@ -303,28 +328,32 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(StoreError)
-    async def refused(_: Request, error: StoreError) -> JSONResponse:
-        return error_response(error.status, str(error))
+async def _refused(_: Request, error: StoreError) -> JSONResponse:
+    return error_response(error.status, str(error))
 
-    @app.exception_handler(TrajectoryError)
-    async def malformed(_: Request, error: TrajectoryError) -> JSONResponse:
-        return error_response(422, str(error))
 
-    @app.exception_handler(sqlite3.Error)
-    async def unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
-        return error_response(503, f"the index cannot be used: {error}; look at the disk of the run directory")
+async def _malformed(_: Request, error: TrajectoryError) -> JSONResponse:
+    return error_response(422, str(error))
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        return error_response(422, f"{where} = {problem.get('input')!r:.200}: {problem['msg']}")
 
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+async def _unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
+    return error_response(503, f"the index cannot be used: {error}; look at the disk of the run directory")
+
+
+async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    problem = error.errors()[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return error_response(422, f"{where} = {problem.get('input')!r:.200}: {problem['msg']}")
+
+
+async def _unknown(request: Request, error: HTTPException) -> JSONResponse:
+    return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+ERROR_HANDLERS = {
+    StoreError: _refused, TrajectoryError: _malformed, sqlite3.Error: _unwritable, RequestValidationError: _invalid,
+    HTTPException: _unknown,
+}  # fmt: skip
 
 
 class _Server(uvicorn.Server):

@@ -171,8 +171,9 @@ class Trajectory:
         self._check_cover()
         self._check_support(vocab_size)
         self._check_routing(routing)
-        positive = self.logprobs > 0
-        return replace(self, logprobs=np.where(positive, np.float32(0), self.logprobs)) if positive.any() else self
+        if self.logprobs.max(initial=0) <= 0:
+            return self
+        return replace(self, logprobs=np.where(self.logprobs > 0, np.float32(0), self.logprobs))
 
     def _check_labels(self) -> None:
         for name, limit in TEXT_LIMITS.items():
@@ -196,23 +197,23 @@ class Trajectory:
                 raise TrajectoryError(f"{name}: has shape {array.shape}, but token_ids has {length} tokens")
         if length > max_tokens:
             raise TrajectoryError(f"token_ids: {length} tokens exceed the limit of {max_tokens} (rollout.max_tokens)")
-        _refuse(
-            "token_ids",
-            self.token_ids,
-            (self.token_ids < 0) | (self.token_ids >= vocab_size),
-            f"is outside the vocabulary [0, {vocab_size})",
-        )
+        ids, logprobs, rewards = self.token_ids, self.logprobs, self.rewards
+        # The extremes take one pass, and a NaN is one; what is wrong is looked for only where something is.
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+            _refuse("token_ids", ids, (ids < 0) | (ids >= vocab_size), f"is outside the vocabulary [0, {vocab_size})")
         _refuse("loss_mask", self.loss_mask, self.loss_mask > 1, "is neither 0 nor 1")
         off = self.loss_mask == 0
         if length and not off[0]:
             raise TrajectoryError("loss_mask[0]: is 1, but nothing precedes position 0, so it cannot have been sampled")
         if off.all() and self.failure is None:
             raise TrajectoryError("loss_mask: has no action token, and the trajectory is not marked as failed")
-        _refuse("logprobs", self.logprobs, np.isnan(self.logprobs), "is not a log-probability")
-        _refuse("logprobs", self.logprobs, self.logprobs > POSITIVE_LOGPROB_LIMIT, "is a log-probability above 0")
-        _refuse("logprobs", self.logprobs, off & (self.logprobs != 0), "is off the loss mask, where it must be 0")
-        _refuse("rewards", self.rewards, ~np.isfinite(self.rewards), "is not finite")
-        _refuse("rewards", self.rewards, off & (self.rewards != 0), "is off the loss mask, where it must be 0")
+        if not logprobs.max(initial=0) <= POSITIVE_LOGPROB_LIMIT:
+            _refuse("logprobs", logprobs, np.isnan(logprobs), "is not a log-probability")
+            _refuse("logprobs", logprobs, logprobs > POSITIVE_LOGPROB_LIMIT, "is a log-probability above 0")
+        _refuse("logprobs", logprobs, off & (logprobs != 0), "is off the loss mask, where it must be 0")
+        if not -np.inf < rewards.min(initial=0) <= rewards.max(initial=0) < np.inf:
+            _refuse("rewards", rewards, ~np.isfinite(rewards), "is not finite")
+        _refuse("rewards", rewards, off & (rewards != 0), "is off the loss mask, where it must be 0")
 
     def _check_spans(self, name: str) -> None:
         end_of_last = 0
@@ -292,14 +293,12 @@ class Trajectory:
     def decode(data: bytes | memoryview) -> Trajectory:
         """The inverse of :meth:`encode`. Raises TrajectoryError for anything that is not exactly the format."""
         try:
-            loose = len(data) if len(data) <= MAX_LOOSE_BYTES else _loose_bytes(data)
-            message = msgpack.unpackb(data) if loose <= MAX_LOOSE_BYTES else None
+            loose = len(data) > MAX_LOOSE_BYTES and _is_loose(data)
+            message = None if loose else msgpack.unpackb(data)
         except (ValueError, msgpack.UnpackException) as error:
             raise TrajectoryError(f"body: is not one msgpack message: {str(error) or type(error).__name__}") from None
-        if loose > MAX_LOOSE_BYTES:
-            raise TrajectoryError(
-                f"body: {loose} of its bytes are in none of its arrays; the limit is {MAX_LOOSE_BYTES}"
-            )
+        if loose:
+            raise TrajectoryError(f"body: more than {MAX_LOOSE_BYTES} of its bytes are in none of its arrays")
         if not isinstance(message, dict) or message.get("schema") != SCHEMA:
             found = message.get("schema") if isinstance(message, dict) else type(message).__name__
             raise TrajectoryError(f"schema: found {found!r}; this reader knows {SCHEMA}")
@@ -329,22 +328,49 @@ def _refuse(name: str, values: np.ndarray, bad: np.ndarray, why: str) -> None:
         raise TrajectoryError(f"{name}[{index}]: {values[index]} {why}")
 
 
-def _loose_bytes(data: bytes | memoryview) -> int:
-    """How many bytes of a body are in none of its arrays, found without decoding it. Raises what msgpack raises."""
-    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
-    unpacker.feed(data)
-    num_fields, loose = unpacker.read_map_header(), len(data)
+def _is_loose(data: bytes | memoryview) -> bool:
+    """Whether more than MAX_LOOSE_BYTES of a body are in none of its arrays, found without decoding or copying it.
+    Raises what msgpack raises."""
+    view = memoryview(data)
+    beginning = msgpack.Unpacker()
+    beginning.feed(view[:8])
+    num_fields, position, loose = beginning.read_map_header(), beginning.tell(), 0
     if num_fields > MAX_ENTRIES:
-        return loose  # no trajectory
-    for _ in range(num_fields):
-        unpacker.skip()  # the name
-        start = unpacker.tell()
-        values = unpacker.read_array_header() if data[start : start + 1] in _PAIR_OR_TRIPLE else 1
+        return True  # no trajectory
+    for _ in range(2 * num_fields):  # names are values like any other
+        values = 1
+        if view[position : position + 1] in _PAIR_OR_TRIPLE:
+            values, position = view[position] & 0x0F, position + 1
         for _ in range(values):
-            start = unpacker.tell()
+            end, is_array = _end(view, position)
+            loose += 0 if is_array else end - position
+            position = end
+            if loose > MAX_LOOSE_BYTES:
+                return True
+    return loose + len(view) - position > MAX_LOOSE_BYTES
+
+
+def _end(view: memoryview, start: int) -> tuple[int, bool]:
+    """Where the msgpack value ends that begins at ``start``, and whether it is bytes."""
+    if view[start : start + 1] in _BINARY:
+        width = 1 << _BINARY.index(bytes(view[start : start + 1]))
+        end = start + 1 + width + int.from_bytes(view[start + 1 : start + 1 + width], "big")
+        if end > len(view):
+            raise msgpack.OutOfData
+        return end, True
+    window = 2**8
+    while True:
+        unpacker = msgpack.Unpacker()
+        unpacker.feed(view[start : start + window])
+        try:
             unpacker.skip()
-            loose -= unpacker.tell() - start if data[start : start + 1] in _BINARY else 0
-    return loose
+            return start + unpacker.tell(), False
+        except msgpack.OutOfData:
+            if start + window >= len(view):
+                raise
+            if window > MAX_LOOSE_BYTES:
+                return start + window, False
+            window *= 16
 
 
 def _raw(name: str, array: np.ndarray, dtype: str) -> bytes:

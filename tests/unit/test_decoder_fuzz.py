@@ -143,13 +143,13 @@ def test_a_large_body_of_small_things_is_refused_before_it_is_decoded(field, wra
     body = msgpack.packb(fields_of_it).replace(b"\xa5PLACE", value)
     assert len(body) > 4 * 2**20
     tracemalloc.start()
-    with pytest.raises(TrajectoryError, match=r"^body: \d+ of its bytes are in none of its arrays"):
+    with pytest.raises(TrajectoryError, match=r"^body: more than \d+ of its bytes are in none of its arrays"):
         Trajectory.decode(body)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * len(body)
     for end in (2**22 + 1, len(body) - 1):
-        with pytest.raises(TrajectoryError, match="is not one msgpack message"):
+        with pytest.raises(TrajectoryError, match=r"is not one msgpack message|in none of its arrays"):
             Trajectory.decode(body[:end])
 
 
