@@ -32,7 +32,7 @@ class Pieces:
         return b"".join(self._pieces)
 
     def end(self) -> None:
-        """No more is wanted."""
+        """It is not wanted any longer."""
 
 
 class InPlace(asyncio.BufferedProtocol):
@@ -78,7 +78,12 @@ class InPlace(asyncio.BufferedProtocol):
         return self._memory.toreadonly()
 
     def end(self) -> None:
-        """No more is wanted here: the connection goes back to HTTP."""
+        """Neither more of it nor what is there is wanted any longer."""
+        self._give_back()
+        self._memory = memoryview(b"")  # uvloop's transport keeps a reference to this object as long as it is open
+
+    def _give_back(self) -> None:
+        """The connection, to HTTP."""
         if self._receiving:
             self._receiving = False
             self._http.transport.set_protocol(self._http)
@@ -91,7 +96,7 @@ class InPlace(asyncio.BufferedProtocol):
         self.size += nbytes
         self._arrived(nbytes)
         if self.size == len(self._memory) - 1:
-            self.end()
+            self._give_back()
 
     def eof_received(self) -> bool | None:
         return self._http.eof_received()

@@ -146,6 +146,19 @@ def test_clients_that_leave_in_the_middle_leave_no_file_and_no_memory_behind(buf
     assert process.memory_info().rss < memory + 10 * MOST  # 40 halves would be more
 
 
+def test_clients_that_stay_after_their_body_hold_no_memory(buffer):
+    process = psutil.Process(buffer.process.pid)
+    connections = [connect(buffer) for _ in range(40)]
+    memory = []
+    for connection in connections:
+        connection.sendall(request(bytes(MOST)))
+        assert answers(connection, 1)[0][0] == 422
+        memory.append(process.memory_info().rss)
+    for connection in connections:
+        connection.close()
+    assert memory[-1] < memory[3] + 10 * MOST
+
+
 def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
     connections = [connect(buffer) for _ in range(6)]
     for connection in connections:
