@@ -55,18 +55,17 @@ class InPlace(asyncio.BufferedProtocol):
     @classmethod
     def begin(cls, http: H11Protocol, limit: int, arrived: Callable[[int], None]) -> InPlace | None:
         """Take the connection over, where what is still to come of the body is large and the whole within ``limit``."""
-        connection, reader = http.conn, http.conn._reader
+        connection, reader, here = http.conn, http.conn._reader, http.cycle.body
         if connection.their_state is not h11.SEND_BODY or not isinstance(reader, ContentLengthReader):
             return None
         if reader._remaining < LARGE or reader._length > limit or http.transport.is_closing():
             return None
+        if connection.trailing_data[0] or len(here) != reader._length - reader._remaining:
+            return None  # some of it waits in h11, or has been used already
         body = cls(http, reader._length, arrived)
-        here = http.cycle.body + connection.trailing_data[0]
-        if len(here) != reader._length - reader._remaining:
-            return None  # some of it has been used already
-        http.cycle.body = bytearray()
         body.add(here)
         arrived(len(here))
+        http.cycle.body = bytearray()
         http.transport.set_protocol(body)
         return body
 

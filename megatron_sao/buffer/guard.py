@@ -78,7 +78,7 @@ class Guard:
             if refusal is None:
                 await self._app(scope, _replay(body.whole(), receive), send)
             else:
-                body.end()
+                body.end()  # now, since the client may take its time to read this
                 await refusal(scope, receive, send)
         except _Gone:
             return
@@ -102,20 +102,11 @@ class Guard:
         """Fill ``body``; returns why it is refused, if it is."""
         trajectory = path == TRAJECTORIES
         limit = self._max_body_bytes if trajectory else self._json_limit
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        message: dict[str, Any] = {"more_body": True}
-        while message.get("more_body", False):
-            size = -1
-            while size < body.size:  # as long as some has come since the time that it had was counted
-                size = body.size
-                try:
-                    async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
-                        message = await receive()
-                    break
-                except TimeoutError:
-                    continue
-            else:
+        start = asyncio.get_running_loop().time()
+        more = True
+        while more:
+            message = await self._next(receive, body, start)
+            if message is None:
                 return error_response(
                     408, f"the body came slower than {self._min_rate:.0f} bytes per second; send it again"
                 )
@@ -124,12 +115,24 @@ class Guard:
             chunk = message.get("body", b"")
             body.add(chunk)
             self._held += len(chunk)
+            more = message.get("more_body", False)
             if body.size > limit:
                 field = " (buffer.max_body_bytes)" if trajectory else ""
                 return error_response(413, f"the body exceeds {limit} bytes{field}")
             if self._is_full():
                 return error_response(429, "too many large bodies at once; try again")
         return None
+
+    async def _next(self, receive: Receive, body: Pieces | InPlace, start: float) -> dict[str, Any] | None:
+        """The next message; None if by then ``body``, which may grow meanwhile, has been too slow since ``start``."""
+        while True:
+            size = body.size
+            try:
+                async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
+                    return await receive()
+            except TimeoutError:
+                if body.size == size:
+                    return None
 
     def _is_full(self) -> bool:
         return self._held > 4 * max(self._max_body_bytes, self._json_limit)

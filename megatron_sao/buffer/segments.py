@@ -17,10 +17,6 @@ import xxhash
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"SAO2"
-_PAGE = 4096
-# A payload is read once, and later. Left in the page cache it would take memory from the other programs of the machine,
-# and every write would have to find new pages, which costs more than the copy into them.
-LET_GO_BYTES = 2**20
 
 
 class Record(NamedTuple):
@@ -53,7 +49,6 @@ class Segments:
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.seg")}
         self._active: int | None = None
         self._file: int | None = None
-        self._let_go = 0  # bytes of the active segment that the page cache no longer has to hold
         self._next = max(self._sizes, default=0) + 1
 
     @property
@@ -92,10 +87,6 @@ class Segments:
         except OSError:
             self.close()  # the kernel may have dropped the pages: a second fsync would lie
             raise
-        durable = self._sizes[self._active] // _PAGE * _PAGE
-        if durable - self._let_go >= LET_GO_BYTES:
-            os.posix_fadvise(self._file, self._let_go, durable - self._let_go, os.POSIX_FADV_DONTNEED)
-            self._let_go = durable
 
     def read(self, segment: int, offset: int) -> bytes:
         path = self._path(segment)
@@ -128,7 +119,7 @@ class Segments:
     def _open(self) -> None:
         self._file = os.open(self._path(self._next), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._active, self._next = self._next, self._next + 1
-        self._sizes[self._active] = self._let_go = 0
+        self._sizes[self._active] = 0
         directory = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name must survive a power cut along with the content

@@ -5,12 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sqlite3
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -68,6 +70,11 @@ class Buffer:
 
     def client(self, **options):
         return BufferClient(self.url, TOKEN, **options)
+
+    def connect(self):
+        """A bare connection, for what no client library would send."""
+        address = urlsplit(self.url)
+        return socket.create_connection((address.hostname, address.port), timeout=10)
 
     def get(self, path, token=TOKEN):
         return httpx.get(self.url + path, headers={"Authorization": f"Bearer {token}"}, trust_env=False)

@@ -194,7 +194,7 @@ def test_what_a_crash_left_at_the_end_of_a_file_is_ignored(tmp_path):
     buffer = Buffer(tmp_path, rl={"batch_size": BATCH, "max_staleness": 2}, buffer={"max_attempts": 3})
     buffer.start()
     with Load(buffer, seed=5) as load:
-        for junk in (b"SAO1", os.urandom(5000), b"\0" * 4096):
+        for junk in (b"SAO2", os.urandom(5000), b"\0" * 4096):
             load.wait_for_step(len(load.served) + 1)
             buffer.kill()
             with contextlib.ExitStack() as files:

@@ -5,7 +5,6 @@ import json
 import socket
 import struct
 import time
-from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -46,11 +45,6 @@ def unharmed(buffer):
 
 def refusals(buffer):
     return buffer.client().stats()["requests_refused"]
-
-
-def connect(buffer):
-    address = urlsplit(buffer.url)
-    return socket.create_connection((address.hostname, address.port), timeout=10)
 
 
 def answer(connection):
@@ -138,7 +132,7 @@ def test_an_id_that_is_taken_is_refused_and_a_replay_is_a_duplicate(buffer):
 )
 def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
     before = refusals(buffer)
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         try:
             connection.sendall(bytes_sent)
             data = answer(connection)
@@ -164,7 +158,7 @@ def test_what_is_no_http_is_answered_400_or_closed(buffer, bytes_sent):
 def test_what_goes_beside_a_body_is_bounded(buffer, start, endless):
     before = refusals(buffer)
     sent = 0
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.sendall(start.encode())
         time.sleep(0.2)  # so that the answer to a request that is refused at once is on its way
         with pytest.raises(ConnectionError):  # it is closed, long before patience or a limit on bodies would
@@ -178,7 +172,7 @@ def test_many_requests_without_reading_an_answer_cost_no_memory_and_leaving_no_e
     process = psutil.Process(buffer.process.pid)
     before = process.memory_info().rss
     for _ in range(5):
-        with connect(buffer) as connection:
+        with buffer.connect() as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(ConnectionError, TimeoutError):
                 for _ in range(200):
@@ -205,7 +199,7 @@ def test_a_large_body_with_a_wrong_token_is_told_so(buffer, chunked):
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(buffer):
     before = buffer.get("/v1/stats").json()
     for size in (0, 1, 500):
-        with connect(buffer) as connection:
+        with buffer.connect() as connection:
             connection.sendall(f"{HEAD}Content-Length: 1000\r\n\r\n".encode() + b"x" * size)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends with a reset
     after = buffer.get("/v1/stats").json()
@@ -217,7 +211,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(buffer):
 def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffer):
     before = refusals(buffer)
     started = time.monotonic()
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.settimeout(0.2)
         connection.sendall(b"GET /")
         try:
@@ -237,7 +231,7 @@ def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffe
 def test_a_body_that_trickles_is_a_408(buffer):
     before = refusals(buffer)
     started = time.monotonic()
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.sendall(f"{HEAD}Content-Length: 1000\r\nConnection: close\r\n\r\n".encode())
         connection.settimeout(0.2)
         data = b""
@@ -255,7 +249,7 @@ def test_a_body_that_trickles_is_a_408(buffer):
 def test_two_thousand_idle_connections_stop_nobody_and_are_closed(buffer):
     process = psutil.Process(buffer.process.pid)
     before = process.memory_info().rss
-    connections = [connect(buffer) for _ in range(2000)]
+    connections = [buffer.connect() for _ in range(2000)]
     try:
         started = time.monotonic()
         buffer.client().stats()

@@ -4,7 +4,6 @@ import json
 import socket
 import struct
 import time
-from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -39,17 +38,12 @@ def unharmed(buffer):
     """After every test a large trajectory goes in as it is, and no error has been logged."""
     yield
     assert buffer.process.is_alive()
-    connection = connect(buffer)
     trajectory = large(buffer, "after")
-    connection.sendall(request(trajectory.encode()))
-    assert answers(connection, 1) == [(200, {"result": "accepted"})]
+    with buffer.connect() as connection:
+        connection.sendall(request(trajectory.encode()))
+        assert answers(connection, 1) == [(200, {"result": "accepted"})]
     assert_stored(buffer, trajectory)
     assert "Traceback" not in buffer.log()
-
-
-def connect(buffer):
-    address = urlsplit(buffer.url)
-    return socket.create_connection((address.hostname, address.port), timeout=10)
 
 
 def large(buffer, name, tokens=60_000):
@@ -94,7 +88,7 @@ def assert_stored(buffer, trajectory):
 def test_a_body_is_stored_as_it_was_whatever_pieces_it_comes_in(buffer, sizes):
     trajectory = large(buffer, "pieces")
     sent = request(trajectory.encode())
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for size in sizes * 50:
             connection.sendall(sent[:size])
@@ -108,7 +102,7 @@ def test_a_body_is_stored_as_it_was_whatever_pieces_it_comes_in(buffer, sizes):
 
 @pytest.mark.parametrize("length", [LARGE - 1, LARGE, LARGE + 1, 2 * LARGE])
 def test_a_body_on_the_bound_to_large_is_read_to_its_end_and_no_further(buffer, length):
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.sendall(request(bytes(length)) + request(b"x" * length) + LEFT)
         (first, refused), (second, _), (third, _) = answers(connection, 3)
     assert (first, second, third) == (422, 422, 200) and "one msgpack message" in refused["error"]
@@ -116,7 +110,7 @@ def test_a_body_on_the_bound_to_large_is_read_to_its_end_and_no_further(buffer, 
 
 def test_what_follows_large_bodies_on_the_connection_is_answered_in_its_turn(buffer):
     trajectories = [large(buffer, "follows") for _ in range(3)]
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         for trajectory in trajectories:
             connection.sendall(request(trajectory.encode(), headers="Expect: 100-continue\r\n"))
             assert answers(connection, 2) == [(100, None), (200, {"result": "accepted"})]
@@ -132,7 +126,7 @@ def test_clients_that_leave_in_the_middle_leave_no_file_and_no_memory_behind(buf
     process = psutil.Process(buffer.process.pid)
     files, memory = process.num_fds(), process.memory_info().rss
     for _ in range(10):
-        connections = [connect(buffer) for _ in range(4)]
+        connections = [buffer.connect() for _ in range(4)]
         for part, connection in enumerate(connections):
             connection.sendall(request(bytes(part * MOST // 3 - 1 if part else 0), MOST))
         for connection in connections:
@@ -148,7 +142,7 @@ def test_clients_that_leave_in_the_middle_leave_no_file_and_no_memory_behind(buf
 
 def test_clients_that_stay_after_their_body_hold_no_memory(buffer):
     process = psutil.Process(buffer.process.pid)
-    connections = [connect(buffer) for _ in range(40)]
+    connections = [buffer.connect() for _ in range(40)]
     memory = []
     for connection in connections:
         connection.sendall(request(bytes(MOST)))
@@ -160,7 +154,7 @@ def test_clients_that_stay_after_their_body_hold_no_memory(buffer):
 
 
 def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
-    connections = [connect(buffer) for _ in range(6)]
+    connections = [buffer.connect() for _ in range(6)]
     for connection in connections:
         connection.sendall(request(bytes(MOST - 10), MOST))
     statuses = []
@@ -175,7 +169,7 @@ def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffe
 def test_a_large_body_may_come_as_slowly_as_the_bound_and_no_slower(buffer, pause, statuses):
     """The bound is 64 KiB per second after the patience of 1 s, so these 384 KiB have 7 s."""
     piece = bytes(24 * 2**10)
-    with connect(buffer) as connection:
+    with buffer.connect() as connection:
         connection.sendall(request(b"", 16 * len(piece)))
         connection.setblocking(False)
         data = b""
