@@ -98,7 +98,7 @@ class Segments:
         except (OSError, struct.error) as error:
             raise SegmentCorrupt(f"{path} cannot be read at {offset}: {error}; restore it from a copy") from error
         if magic != _MAGIC and magic[:3] == _MAGIC[:3]:
-            raise SegmentCorrupt(f"{path} has format {magic!r}, this version reads {_MAGIC!r}; go on with that one")
+            raise SegmentCorrupt(f"{path} has format {magic!r}, not {_MAGIC!r}; resume with the version that wrote it")
         if magic != _MAGIC or len(payload) != length or xxhash.xxh3_64_intdigest(payload) != checksum:
             raise SegmentCorrupt(f"{path} is corrupt at offset {offset}; restore it from a copy")
         return payload
