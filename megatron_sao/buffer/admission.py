@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from megatron_sao.buffer.segments import Record
+from megatron_sao.buffer.segments import Frame, Record
 from megatron_sao.config import RunConfig
 from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 
 
 def admit(
-    payload: bytes | memoryview, config: RunConfig, vocab_size: int, routing: RoutingShape | None = None
+    payload: bytes | memoryview,
+    config: RunConfig,
+    vocab_size: int,
+    routing: RoutingShape | None = None,
+    frame: Frame | None = None,
 ) -> tuple[Trajectory, Record]:
     """The trajectory in a request's body, and what to store.
 
     Args:
         vocab_size: of the model.
         routing: of the model; None if it has no routed experts.
+        frame: that the payload lies in, if it does.
 
     Raises:
         TrajectoryError: not the wire format, malformed, or sampled in a way that the trainer could not learn from.
@@ -24,7 +29,7 @@ def admit(
     valid = trajectory.validate(vocab_size, config.rollout.max_tokens, routing)
     if valid.failure is None:
         _check_sampling(valid, config)
-    return valid, Record.of(payload if valid is trajectory else valid.encode())
+    return valid, Record.of(payload, frame) if valid is trajectory else Record.of(valid.encode())
 
 
 def _check_sampling(trajectory: Trajectory, config: RunConfig) -> None:

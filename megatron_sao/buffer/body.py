@@ -10,15 +10,18 @@ import asyncio
 from collections.abc import Callable
 
 import h11
-import numpy as np
 from h11._readers import ContentLengthReader  # pinned; it knows how many bytes of a body are still to come
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megatron_sao.buffer.segments import Frame
 
 LARGE = 256 * 2**10  # bytes; to take the connection over does not pay for fewer
 
 
 class Pieces:
     """A body in the pieces it comes in."""
+
+    frame = None
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -48,7 +51,8 @@ class InPlace(asyncio.BufferedProtocol):
 
     def __init__(self, http: H11Protocol, length: int, arrived: Callable[[int], None]) -> None:
         self._http, self._arrived = http, arrived
-        self._memory = memoryview(np.empty(length, np.uint8))
+        self.frame: Frame | None = Frame(length)
+        self._memory = self.frame.payload
         self._receiving = True
         self.size = 0  # bytes that are there
 
@@ -79,7 +83,7 @@ class InPlace(asyncio.BufferedProtocol):
     def end(self) -> None:
         """Neither more of it nor what is there is wanted any longer."""
         self._give_back()
-        self._memory = memoryview(b"")  # uvloop's transport keeps a reference to this object as long as it is open
+        self.frame, self._memory = None, memoryview(b"")  # uvloop's transport keeps a reference to this object as long as it is open
 
     def _give_back(self) -> None:
         """The connection, to HTTP."""

@@ -13,11 +13,14 @@ import uvicorn
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron_sao.buffer.body import InPlace, Pieces
+from megatron_sao.buffer.body import LARGE, InPlace, Pieces
+from megatron_sao.buffer.turns import Turns
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
+TURN_ROOM = int(os.environ.get("TURN_ROOM","16")) * 2**20  # bytes of large bodies that come in at the same time
+TURN_SECONDS = 1.0
 TRAJECTORIES = "/v1/trajectories"
 _CONNECTION = "megatron_sao.connection"  # key of a scope: the protocol object that the request came through
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
@@ -30,6 +33,9 @@ def error_response(status: int, message: str) -> JSONResponse:
     """The form of every refusal: ``{"error": sentence}``."""
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return JSONResponse({"error": message}, status, headers)
+
+
+_TOO_MANY = error_response(429, "too many large bodies at once; try again")
 
 
 class Guard:
@@ -58,6 +64,7 @@ class Guard:
         self._json_limit = json_limit
         self._min_rate = min_rate
         self._held = 0
+        self._turns = Turns(TURN_ROOM, TURN_SECONDS)
         self.patience = patience
         self.refused = 0  # answers whose status is in REFUSALS, and connections that never sent a request
 
@@ -72,11 +79,29 @@ class Guard:
                 401, "the bearer token is missing or wrong; set MEGATRON_SAO_TOKEN to the run's token"
             )(scope, receive, send)
             return
+        size = self._large(scope)
+        if size is None:
+            await self._serve(scope, receive, send)
+            return
+        async with self._turns.turn(size, self.patience) as has_come:
+            if has_come:
+                await self._serve(scope, receive, send)
+            else:
+                await _TOO_MANY(scope, receive, send)
+
+    def _large(self, scope: dict[str, Any]) -> int | None:
+        """How many bytes this request says that it brings, if it has to wait for its turn with them."""
+        if scope["path"] != TRAJECTORIES:
+            return None
+        size = int(dict(scope["headers"]).get(b"content-length", 0))
+        return size if LARGE <= size <= self._max_body_bytes else None
+
+    async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         body = self._incoming(scope)
         try:
             refusal = await self._read(scope["path"], body, receive)
             if refusal is None:
-                await self._app(scope, _replay(body.whole(), receive), send)
+                await self._app(scope, _replay(body, receive), send)
             else:
                 body.end()  # now, since the client may take its time to read this
                 await refusal(scope, receive, send)
@@ -120,7 +145,7 @@ class Guard:
                 field = " (buffer.max_body_bytes)" if trajectory else ""
                 return error_response(413, f"the body exceeds {limit} bytes{field}")
             if self._is_full():
-                return error_response(429, "too many large bodies at once; try again")
+                return _TOO_MANY
         return None
 
     async def _next(self, receive: Receive, body: Pieces | InPlace, start: float) -> dict[str, Any] | None:
@@ -150,9 +175,9 @@ class _Gone(Exception):
     """The client has left."""
 
 
-def _replay(body: bytes | memoryview, receive: Receive) -> Receive:
+def _replay(body: Pieces | InPlace, receive: Receive) -> Receive:
     """A receive channel that yields the whole body once and then what really comes: the disconnect."""
-    first = [{"type": "http.request", "body": body, "more_body": False}]
+    first = [{"type": "http.request", "body": body.whole(), "frame": body.frame, "more_body": False}]
 
     async def replay() -> dict[str, Any]:
         return first.pop() if first else await receive()

@@ -2,21 +2,44 @@
 
     magic "SAO2" | uint32 length | uint64 xxh3 | payload            (little-endian)
 
-A process appends to a segment of its own making only, so a record torn by a crash stays behind unreferenced at
-the end of an old file.
+of which large ones fill whole blocks of the disk. A process appends to a segment of its own making only, so a record
+torn by a crash stays behind unreferenced at the end of an old file.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"SAO2"
+_BLOCK = 4096  # bytes; addresses, offsets and lengths of direct I/O are multiples of it
+
+log = logging.getLogger(__name__)
+
+
+class Frame:
+    """Memory for a large record as it will lie in its segment, from which the disk takes it without a copy: the
+    header, the payload, and nothing up to the end of the block.
+
+    Args:
+        length: of the payload, in bytes.
+    """
+
+    def __init__(self, length: int) -> None:
+        size = _whole_blocks(_HEADER.size + length)
+        memory = np.empty(size + _BLOCK, np.uint8)
+        start = -memory.ctypes.data % _BLOCK
+        self.memory = memoryview(memory[start : start + size])
+        self.payload = self.memory[_HEADER.size : _HEADER.size + length]
+        self.memory[_HEADER.size + length :] = bytes(size - _HEADER.size - length)
 
 
 class Record(NamedTuple):
@@ -24,10 +47,11 @@ class Record(NamedTuple):
 
     payload: bytes | memoryview
     checksum: int
+    frame: Frame | None = None  # that the payload lies in
 
     @classmethod
-    def of(cls, payload: bytes | memoryview) -> Record:
-        return cls(payload, xxhash.xxh3_64_intdigest(payload))
+    def of(cls, payload: bytes | memoryview, frame: Frame | None = None) -> Record:
+        return cls(payload, xxhash.xxh3_64_intdigest(payload), frame)
 
 
 class SegmentCorrupt(RuntimeError):
@@ -49,6 +73,8 @@ class Segments:
         self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.seg")}
         self._active: int | None = None
         self._file: int | None = None
+        self._direct: int | None = None  # the same file, past the page cache; None if the file system cannot
+        self._takes_direct = True
         self._next = max(self._sizes, default=0) + 1
 
     @property
@@ -60,23 +86,34 @@ class Segments:
         if self._active is not None and self._sizes[self._active] > self._roll_bytes:
             self.sync()
             self.close()
-        if self._active is None:
-            self._open()
-        offset = self._sizes[self._active]
-        header = _HEADER.pack(_MAGIC, len(record.payload), record.checksum)
-        parts = [memoryview(header), memoryview(record.payload)]
         try:
-            while parts:  # both in one call: after each the thread waits for the interpreter's lock
-                written = os.writev(self._file, parts)
-                self._sizes[self._active] += written
-                while parts and written >= len(parts[0]):
-                    written -= len(parts.pop(0))
-                if written:
-                    parts[0] = parts[0][written:]
+            if self._active is None:
+                self._open()
+            return self._active, self._write(record)
         except OSError:
             self.close()  # what was half-written is never referenced
             raise
-        return self._active, offset
+
+    def _write(self, record: Record) -> int:
+        """Returns where in the active segment."""
+        header = _HEADER.pack(_MAGIC, len(record.payload), record.checksum)
+        offset, file = self._sizes[self._active], self._file
+        parts = [memoryview(header), memoryview(record.payload)]
+        if record.frame is not None and self._direct is not None:
+            offset, file = _whole_blocks(offset), self._direct
+            record.frame.memory[: len(header)] = header
+            parts = [record.frame.memory]
+        end = offset
+        while parts:  # all in one call: after each the thread waits for the interpreter's lock
+            written = os.pwritev(file, parts, end)
+            end += written
+            self._sizes[self._active] = end
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+            file = self._file  # what is left need not be whole blocks
+        return offset
 
     def sync(self) -> None:
         """Make every appended record durable. Raises OSError; the records appended since the last sync are lost."""
@@ -112,19 +149,40 @@ class Segments:
             del self._sizes[segment]
 
     def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-        self._file = self._active = None
+        for file in (self._file, self._direct):
+            if file is not None:
+                os.close(file)
+        self._file = self._direct = self._active = None
 
     def _open(self) -> None:
-        self._file = os.open(self._path(self._next), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        path = self._path(self._next)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._active, self._next = self._next, self._next + 1
         self._sizes[self._active] = 0
+        if self._takes_direct:
+            self._try_direct(path)
         directory = os.open(self._directory, os.O_RDONLY)
         try:
             os.fsync(directory)  # the new name must survive a power cut along with the content
         finally:
             os.close(directory)
 
+    def _try_direct(self, path: Path) -> None:
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+            os.pwrite(self._direct, Frame(0).memory, 0)
+            os.ftruncate(self._direct, 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            log.info("%s takes no direct I/O (%s): large records go through the page cache", self._directory, error)
+            if self._direct is not None:
+                os.close(self._direct)
+            self._direct, self._takes_direct = None, False
+
     def _path(self, segment: int) -> Path:
         return self._directory / f"{segment:08d}.seg"
+
+
+def _whole_blocks(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK

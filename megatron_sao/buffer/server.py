@@ -33,7 +33,7 @@ from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.guard import TRAJECTORIES, Guard, Receive, Send, error_response, guarded_server, token_of
 from megatron_sao.buffer.schema import Count, PageSize, Stage
-from megatron_sao.buffer.segments import Record
+from megatron_sao.buffer.segments import Frame, Record
 from megatron_sao.buffer.store import COUNTERS, Store
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.routing import RoutingShape
@@ -119,8 +119,8 @@ class Service:
             if await request.is_disconnected():
                 return None
 
-    async def submit(self, payload: bytes | memoryview) -> str:
-        arguments = (payload, self.config, self._vocab_size, self._routing)
+    async def submit(self, payload: bytes | memoryview, frame: Frame | None = None) -> str:
+        arguments = (payload, self.config, self._vocab_size, self._routing, frame)
         # Decoding holds the interpreter's lock, so a thread of its own costs more than it gains, unless it takes long.
         item = await asyncio.to_thread(admit, *arguments) if len(payload) > LARGE_BODY else admit(*arguments)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -243,7 +243,7 @@ def _add_rollout_routes(app: FastAPI, service: Service) -> Endpoint:
     )
     async def submit(request: Request) -> dict[str, Any]:
         whole = await request.receive()  # the guard's; request.body() would copy it
-        return {"result": await service.submit(whole["body"])}
+        return {"result": await service.submit(whole["body"], whole["frame"])}
 
     return submit
 
