@@ -37,6 +37,21 @@ def make_trajectory(**changes: Any) -> Trajectory:
     return replace(trajectory, **changes)
 
 
+def make_long_trajectory(tokens: int, seed: int = 0, **changes: Any) -> Trajectory:
+    """Ten prompt tokens and one action, of ids below 7: 13 bytes for each token."""
+    rng = np.random.default_rng(seed)
+    mask = np.arange(tokens) >= 10
+    long = {
+        "token_ids": rng.integers(0, 7, tokens, dtype=np.int32),
+        "loss_mask": mask.astype(np.uint8),
+        "logprobs": np.where(mask, -rng.random(tokens), 0).astype(np.float32),
+        "rewards": np.zeros(tokens, np.float32),
+        "versions": [("1.0", 10, tokens)],
+        "turns": [("prompt", 0, 10), ("action", 10, tokens)],
+    }
+    return make_trajectory(**long | changes)
+
+
 def make_config(directory: Path, **sections: Any) -> RunConfig:
     raw = {
         "name": "test",

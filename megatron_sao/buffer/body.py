@@ -83,7 +83,8 @@ class InPlace(asyncio.BufferedProtocol):
     def end(self) -> None:
         """Neither more of it nor what is there is wanted any longer."""
         self._give_back()
-        self.frame, self._memory = None, memoryview(b"")  # uvloop's transport keeps a reference to this object as long as it is open
+        # uvloop's transport keeps a reference to this object as long as it is open.
+        self.frame, self._memory = None, memoryview(b"")
 
     def _give_back(self) -> None:
         """The connection, to HTTP."""

@@ -19,8 +19,8 @@ from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
-TURN_ROOM = int(os.environ.get("TURN_ROOM","16")) * 2**20  # bytes of large bodies that come in at the same time
-TURN_SECONDS = 1.0
+TURN_ROOM = 32 * 2**20  # bytes of large bodies that are dealt with at the same time
+TURN_SECONDS = 1.0  # after which a large body no longer keeps others waiting: its client may be slow
 TRAJECTORIES = "/v1/trajectories"
 _CONNECTION = "megatron_sao.connection"  # key of a scope: the protocol object that the request came through
 REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
@@ -43,9 +43,10 @@ class Guard:
 
     Args:
         app: what it guards.
-        max_body_bytes: of a trajectory; four of them may be in memory at once, then 429.
+        max_body_bytes: of a trajectory; four of them may be in memory at once, then 429. Large ones take turns before.
         json_limit: bytes of any other body.
-        patience: seconds a client may take to send a request's head, and its body beyond what ``min_rate`` takes.
+        patience: seconds a client may take to send a request's head, and its body beyond what ``min_rate`` takes; and
+            that a large body waits for its turn, then 429.
         min_rate: bytes per second a body must come at.
     """
 
@@ -64,7 +65,7 @@ class Guard:
         self._json_limit = json_limit
         self._min_rate = min_rate
         self._held = 0
-        self._turns = Turns(TURN_ROOM, TURN_SECONDS)
+        self._turns = Turns(min(TURN_ROOM, 2 * max_body_bytes), TURN_SECONDS)
         self.patience = patience
         self.refused = 0  # answers whose status is in REFUSALS, and connections that never sent a request
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 class Frame:
     """Memory for a large record as it will lie in its segment, from which the disk takes it without a copy: the
-    header, the payload, and nothing up to the end of the block.
+    header, the payload, and zeros up to the end of the block.
 
     Args:
         length: of the payload, in bytes.

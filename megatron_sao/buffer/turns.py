@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,43 +12,37 @@ class Turns:
     in memory that no cache holds any more, and all would be whole at the same late moment.
 
     Args:
-        room: bytes of the bodies that have their turn; two may have it whatever their size.
+        room: bytes of the bodies whose turn it is; it may be the turn of two whatever their size.
         seconds: after which a turn no longer keeps others waiting, since its client may be slow.
     """
 
     def __init__(self, room: int, seconds: float) -> None:
         self._room, self._seconds = room, seconds
-        self._waiting: deque[_Turn] = deque()
+        self._waiting: dict[_Turn, None] = {}  # in order
         self._begun: dict[_Turn, asyncio.TimerHandle] = {}
 
     @asynccontextmanager
     async def turn(self, size: int, patience: float) -> AsyncIterator[bool]:
-        """Wait for a turn of ``size`` bytes; False if after ``patience`` seconds it has not come."""
+        """Wait for a turn of ``size`` bytes; False if it does not come within ``patience`` seconds."""
         turn = _Turn(size)
-        self._waiting.append(turn)
+        self._waiting[turn] = None
+        self._begin_some()
         try:
-            self._begin_some()
-            try:
-                await asyncio.wait_for(turn.begins, patience)
-            except TimeoutError:
-                yield False
-            else:
-                yield True
+            yield await turn.comes(patience)
         finally:
-            turn.begins.cancel()
             self._end(turn)
 
     def _begin_some(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0].size):
-            turn = self._waiting.popleft()
-            if not turn.begins.cancelled():
-                turn.begins.set_result(None)
-                self._begun[turn] = asyncio.get_running_loop().call_later(self._seconds, self._end, turn)
+        while self._waiting and self._has_room(first := next(iter(self._waiting))):
+            del self._waiting[first]
+            self._begun[first] = asyncio.get_running_loop().call_later(self._seconds, self._end, first)
+            first.begin.set()
 
-    def _has_room(self, size: int) -> bool:
-        return len(self._begun) < 2 or sum(turn.size for turn in self._begun) + size <= self._room
+    def _has_room(self, turn: _Turn) -> bool:
+        return len(self._begun) < 2 or sum(other.size for other in self._begun) + turn.size <= self._room
 
     def _end(self, turn: _Turn) -> None:
+        self._waiting.pop(turn, None)
         if timer := self._begun.pop(turn, None):
             timer.cancel()
         self._begin_some()
@@ -58,4 +51,11 @@ class Turns:
 class _Turn:
     def __init__(self, size: int) -> None:
         self.size = size
-        self.begins: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begin = asyncio.Event()
+
+    async def comes(self, patience: float) -> bool:
+        try:
+            async with asyncio.timeout(patience):
+                return await self.begin.wait()
+        except TimeoutError:
+            return False

@@ -1,6 +1,7 @@
 """The buffer as a process that tests start, kill and start again."""
 
 import asyncio
+import fcntl
 import json
 import multiprocessing
 import os
@@ -111,12 +112,15 @@ def doom(die_at: int) -> None:
         if dies():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def writev(file, parts):
+    def pwritev(file, parts, offset):
         if dies():
-            data = b"".join(parts)
-            os.write(file, data[: len(data) // 2])
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+                half = parts[0][: len(parts[0]) // 2 // 4096 * 4096]
+            else:
+                half = (data := b"".join(parts))[: len(data) // 2]
+            assert os.pwrite(file, half, offset) == len(half)
             os.kill(os.getpid(), signal.SIGKILL)
-        return os.writev(file, parts)
+        return os.pwritev(file, parts, offset)
 
     def fsync(file):
         step()
@@ -131,7 +135,8 @@ def doom(die_at: int) -> None:
                 step()
             return cursor
 
-    segments.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)} | {"writev": writev, "fsync": fsync})
+    ours = {"pwritev": pwritev, "fsync": fsync}
+    segments.os = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)} | ours)
     connect = sqlite3.connect
     database.sqlite3 = SimpleNamespace(**{name: getattr(sqlite3, name) for name in dir(sqlite3)})
     database.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Doomed, **options)

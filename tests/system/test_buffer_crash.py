@@ -8,19 +8,24 @@ import resource
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from megatron_sao.buffer.client import AsyncBufferClient, BufferError
 from megatron_sao.buffer.store import Store
 from megatron_sao.data.tasks import load_tasks
 from tests.system.buffer_process import TOKEN, Buffer, serve_engine
-from tests.trajectories import make_trajectory
+from tests.trajectories import make_long_trajectory
 
 pytestmark = pytest.mark.system
 
 BATCH = 4
 COMMIT_EVERY = 3
+LONG = 60_000  # tokens, enough for a body that is received in place and written past the page cache
+SECTIONS = {
+    "rollout": {"environment": "package.module:Class", "max_tokens": LONG},
+    "rl": {"batch_size": BATCH, "max_staleness": 2},
+    "buffer": {"max_attempts": 3},
+}
 
 
 class Load:
@@ -71,12 +76,12 @@ class Load:
             for lease in await client.lease(f"w{number}", 3, 0.2):
                 failure = "sandbox crashed" if self.rng.random() < 0.1 else None
                 id = f"{lease.visit_id}-{lease.attempt}"
-                token_ids = np.array([self.rng.randrange(7) for _ in range(6)], np.int32)
-                self.submitted[id] = token_ids.tolist()
-                trajectory = make_trajectory(
-                    id=id, task_id=lease.task["id"], epoch=lease.epoch, attempt=lease.attempt, failure=failure,
-                    token_ids=token_ids, versions=[(self._version(), 2, 6)],
+                tokens = LONG if self.rng.random() < 0.3 else 12
+                trajectory = make_long_trajectory(
+                    tokens, self.rng.randrange(2**32), id=id, task_id=lease.task["id"], epoch=lease.epoch,
+                    attempt=lease.attempt, failure=failure, versions=[(self._version(), 10, tokens)],
                 )  # fmt: skip
+                self.submitted[id] = trajectory.token_ids.tolist()
                 answer = await client.submit(trajectory)
                 # Its answer may have been lost with the buffer: then it was stored, and the repeat is a duplicate.
                 if answer in ("accepted", "duplicate") and failure is None:
@@ -141,7 +146,7 @@ class Load:
 
 
 def crash_and_account(directory, kills, seed):
-    buffer = Buffer(directory, rl={"batch_size": BATCH, "max_staleness": 2}, buffer={"max_attempts": 3})
+    buffer = Buffer(directory, **SECTIONS)
     buffer.start()
     rng = random.Random(seed)
     with Load(buffer, seed) as load:
@@ -172,7 +177,7 @@ def test_a_hundred_kills_lose_nothing_and_deliver_nothing_twice(tmp_path, seed):
 
 def test_a_full_disk_stops_nobody_for_good(tmp_path):
     """While the disk is full every write is refused; when there is room again all clients go on by themselves."""
-    buffer = Buffer(tmp_path, rl={"batch_size": BATCH, "max_staleness": 2}, buffer={"max_attempts": 3})
+    buffer = Buffer(tmp_path, **SECTIONS)
     buffer.start()
     with Load(buffer, seed=4) as load:
         for _ in range(3):
@@ -191,7 +196,7 @@ def test_a_full_disk_stops_nobody_for_good(tmp_path):
 
 def test_what_a_crash_left_at_the_end_of_a_file_is_ignored(tmp_path):
     """A power cut may leave the last, never acknowledged write of either file torn or as junk."""
-    buffer = Buffer(tmp_path, rl={"batch_size": BATCH, "max_staleness": 2}, buffer={"max_attempts": 3})
+    buffer = Buffer(tmp_path, **SECTIONS)
     buffer.start()
     with Load(buffer, seed=5) as load:
         for junk in (b"SAO2", os.urandom(5000), b"\0" * 4096):

@@ -1,17 +1,19 @@
 """Trajectories that are received in place, against the real server: whole however they come, nothing left of a half."""
 
+import http.client
 import json
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
-import numpy as np
 import psutil
 import pytest
 
 from megatron_sao.buffer.body import LARGE
 from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
-from tests.trajectories import make_trajectory
+from tests.trajectories import make_long_trajectory
 
 pytestmark = pytest.mark.system
 
@@ -47,17 +49,12 @@ def unharmed(buffer):
 
 
 def large(buffer, name, tokens=60_000):
-    """Of 13 bytes for each token, and for a visit of its own."""
+    """For a visit of its own."""
     serve_engine(buffer)  # an engine that nobody hears of is down after 15 s
     (lease,) = on_async(buffer, lambda client: client.lease("w", 1, 5.0))
-    rng = np.random.default_rng(tokens)
-    mask = np.arange(tokens) >= 10
-    return make_trajectory(
-        id=f"{name}/{lease.visit_id}", task_id=lease.task["id"], epoch=lease.epoch, attempt=lease.attempt,
-        token_ids=rng.integers(0, 7, tokens, dtype=np.int32), loss_mask=mask.astype(np.uint8),
-        logprobs=np.where(mask, -rng.random(tokens), 0).astype(np.float32), rewards=np.zeros(tokens, np.float32),
-        versions=[("1.0", 10, tokens)], turns=[("prompt", 0, 10), ("action", 10, tokens)],
-    )  # fmt: skip
+    return make_long_trajectory(
+        tokens, id=f"{name}/{lease.visit_id}", task_id=lease.task["id"], epoch=lease.epoch, attempt=lease.attempt
+    )
 
 
 def request(body, length=None, headers=""):
@@ -153,16 +150,51 @@ def test_clients_that_stay_after_their_body_hold_no_memory(buffer):
     assert memory[-1] < memory[3] + 10 * MOST
 
 
-def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
-    connections = [buffer.connect() for _ in range(6)]
-    for connection in connections:
-        connection.sendall(request(bytes(MOST - 10), MOST))
-    statuses = []
-    for connection in connections:
-        connection.sendall(bytes(10))
-        statuses.append(answers(connection, 1)[0][0])
+def test_however_many_large_bodies_come_at_once_all_are_taken(buffer):
+    """20 of 2 MB are far more than may be in memory. They take turns, so none is told to come again."""
+    body, address = bytes(MOST), urlsplit(buffer.url)
+
+    def post(_):
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+        connection.request("POST", "/v1/trajectories", body, {"Authorization": f"Bearer {TOKEN}"})
+        status = connection.getresponse().status
         connection.close()
-    assert set(statuses) == {422, 429} and statuses.count(422) >= 4
+        return status
+
+    with ThreadPoolExecutor(20) as pool:
+        assert list(pool.map(post, range(20))) == [422] * 20
+
+
+def test_slow_clients_keep_a_large_body_waiting_for_no_longer_than_their_turns(buffer):
+    slow = [buffer.connect() for _ in range(2)]
+    for connection in slow:
+        connection.sendall(request(bytes(MOST // 2), MOST))
+    time.sleep(0.5)
+    started = time.monotonic()
+    with buffer.connect() as connection:
+        connection.sendall(request(bytes(LARGE)))
+        assert answers(connection, 1)[0][0] == 422
+    assert 0.1 < time.monotonic() - started < PATIENCE
+    for connection in slow:
+        connection.close()
+
+
+def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
+    unannounced = (
+        HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + f"{MOST - 10:x}\r\n".encode() + bytes(MOST - 10)
+    )
+    held = [buffer.connect() for _ in range(4)]  # bodies of no known length take no turns
+    for connection in held:
+        connection.sendall(unannounced)
+    statuses = []
+    for _ in range(3):
+        time.sleep(0.1)
+        with buffer.connect() as connection:
+            connection.sendall(request(bytes(MOST - 10), MOST))
+            statuses.append(answers(connection, 1)[0][0])
+    for connection in held:
+        connection.close()
+    assert statuses == [429] * 3
 
 
 @pytest.mark.parametrize(("pause", "statuses"), [(0.3, {422}), (1.0, {408})])

@@ -1,5 +1,7 @@
 """What the store keeps, hands out once and forgets: trajectories, batches, and the disk under them."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import pytest
 
 from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.segments import Record, SegmentCorrupt, Segments
+from megatron_sao.buffer.segments import Frame, Record, SegmentCorrupt, Segments
 from megatron_sao.buffer.store import Store
 from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
@@ -325,34 +327,87 @@ def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monk
     assert [row["state"] for row in bench.store.archive.index()] == ["stored", "stored"]
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 21, 22, 1000])
+def framed(payload):
+    frame = Frame(len(payload))
+    frame.payload[:] = payload
+    return Record.of(frame.payload, frame)
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 21, 22, 1000, 5000, 10**6])
 def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, at_once):
-    written = []
-
-    def writev(file, parts):
+    def pwritev(file, parts, offset):
         taken = b"".join(parts)[:at_once]
-        written.append(len(taken))
-        return os.write(file, taken)
+        with (tmp_path / "00000001.seg").open("r+b") as itself:
+            return os.pwrite(itself.fileno(), taken, offset)
 
-    monkeypatch.setattr("megatron_sao.buffer.segments.os.writev", writev)
+    monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
     segments = Segments(tmp_path)
-    payloads = [b"first", b"", memoryview(b"third")]
-    places = [segments.append(Record.of(payload)) for payload in payloads]
+    records = [Record.of(b"first"), Record.of(b""), framed(b"large" * 2000), Record.of(memoryview(b"last"))]
+    places = [segments.append(record) for record in records]
     segments.sync()
-    assert [segments.read(*place) for place in places] == payloads
-    assert sum(written) == segments.stored_bytes == (tmp_path / "00000001.seg").stat().st_size
+    assert [segments.read(*place) for place in places] == [b"first", b"", b"large" * 2000, b"last"]
+    assert segments.stored_bytes == (tmp_path / "00000001.seg").stat().st_size
 
 
-def test_after_a_full_disk_a_new_segment_is_begun(tmp_path, monkeypatch):
-    def writev(file, parts):
-        os.write(file, b"".join(parts)[:7])
+@pytest.mark.parametrize("length", [0, 1, 4079, 4080, 4081, 3 * 2**20])
+def test_a_framed_record_lies_between_others_in_blocks_of_its_own(tmp_path, length):
+    payload = os.urandom(length)
+    segments = Segments(tmp_path)
+    places = [segments.append(record) for record in (Record.of(b"before"), framed(payload), Record.of(b"after"))]
+    segments.sync()
+    assert [segments.read(*place) for place in places] == [b"before", payload, b"after"]
+    assert [offset for _, offset in places] == [0, 4096, 4096 + (16 + length + 4095) // 4096 * 4096]
+    content = (tmp_path / "00000001.seg").read_bytes()
+    assert segments.stored_bytes == len(content) == places[2][1] + 16 + len(b"after")
+    assert not any(content[places[1][1] + 16 + length : places[2][1]])  # no other request's memory in the gap
+
+
+def test_a_framed_record_goes_past_the_page_cache(tmp_path, monkeypatch):
+    flags = []
+
+    def pwritev(file, parts, offset):
+        flags.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        return original(file, parts, offset)
+
+    original = os.pwritev
+    monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
+    segments = Segments(tmp_path)
+    for record in (Record.of(b"small"), framed(b"large"), Record.of(b"small")):
+        segments.append(record)
+    assert flags == [0, os.O_DIRECT, 0]
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_a_file_system_without_direct_io_stores_framed_records_all_the_same(tmp_path, monkeypatch, caplog, refuses):
+    def refusing(*arguments):
+        if refuses == "pwrite" or arguments[1] & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original(*arguments)
+
+    original = getattr(os, refuses)
+    monkeypatch.setattr(f"megatron_sao.buffer.segments.os.{refuses}", refusing)
+    caplog.set_level("INFO")
+    segments = Segments(tmp_path, roll_bytes=10)
+    files = len(os.listdir("/proc/self/fd"))
+    places = [segments.append(framed(payload)) for payload in (b"first" * 10, b"second" * 10)]
+    segments.sync()
+    assert [segments.read(*place) for place in places] == [b"first" * 10, b"second" * 10]
+    assert places == [(1, 0), (2, 0)] and caplog.text.count("takes no direct I/O") == 1
+    assert len(os.listdir("/proc/self/fd")) == files + 1  # that of the second segment
+
+
+@pytest.mark.parametrize("record", [Record.of(b"lost"), framed(b"lost" * 2000)], ids=["small", "framed"])
+def test_after_a_full_disk_a_new_segment_is_begun(tmp_path, monkeypatch, record):
+    def pwritev(file, parts, offset):
         raise OSError(28, "No space left on device")
 
     segments = Segments(tmp_path)
+    files = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_sao.buffer.segments.os.writev", writev)
+        patch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
         with pytest.raises(OSError, match="No space left"):
-            segments.append(Record.of(b"lost"))
+            segments.append(record)
+    assert len(os.listdir("/proc/self/fd")) == files
     place = segments.append(Record.of(b"kept"))
     segments.sync()
     assert place == (2, 0) and segments.read(*place) == b"kept"

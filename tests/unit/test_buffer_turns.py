@@ -1,0 +1,102 @@
+"""Large bodies come in few at a time, first come first served, and nobody keeps the others waiting for long."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from megatron_sao.buffer.turns import Turns
+
+
+class Crowd:
+    """Requests that want a turn; ``began`` and ``refused`` hold their names."""
+
+    def __init__(self, room=10, seconds=60.0):
+        self.turns = Turns(room, seconds)
+        self.began, self.refused, self._leave, self._tasks = [], [], {}, {}
+
+    async def come(self, name, size, patience=60.0):
+        self._leave[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._request(name, size, patience))
+        await asyncio.sleep(0.01)
+
+    async def _request(self, name, size, patience):
+        async with self.turns.turn(size, patience) as has_come:
+            (self.began if has_come else self.refused).append(name)
+            if has_come:
+                await self._leave[name].wait()
+
+    async def end(self, name):
+        self._leave[name].set()
+        await asyncio.sleep(0.01)
+
+    async def leave(self, name):
+        self._tasks[name].cancel()
+        await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def all_of(self, *requests):
+        for name, size in requests:
+            await self.come(name, size)
+        try:
+            yield self
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+
+
+def test_turns_begin_in_order_while_there_is_room():
+    async def scenario():
+        async with Crowd(room=10).all_of(("a", 4), ("b", 4), ("c", 4), ("d", 1)) as crowd:
+            assert crowd.began == ["a", "b"]  # d has room, but c came before
+            await crowd.end("b")
+            assert crowd.began == ["a", "b", "c", "d"]
+
+    asyncio.run(scenario())
+
+
+def test_it_may_be_the_turn_of_two_whatever_their_size():
+    async def scenario():
+        async with Crowd(room=10).all_of(("a", 100), ("b", 100), ("c", 1)) as crowd:
+            assert crowd.began == ["a", "b"]
+            await crowd.end("a")
+            assert crowd.began == ["a", "b", "c"]
+
+    asyncio.run(scenario())
+
+
+def test_a_slow_one_keeps_others_waiting_for_no_longer_than_a_turn():
+    async def scenario():
+        async with Crowd(room=10, seconds=0.2).all_of(("a", 9), ("b", 9)) as crowd:
+            started = time.monotonic()
+            await crowd.come("c", 9)
+            assert crowd.began == ["a", "b"]
+            while "c" not in crowd.began:
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - started < 2
+            await crowd.end("a")  # its turn was over long ago, which is no news
+            await crowd.come("d", 9)
+            assert crowd.began == ["a", "b", "c", "d"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("how", ["patience", "leave"])
+def test_one_that_waits_no_longer_is_passed_over(how):
+    async def scenario():
+        async with Crowd(room=10).all_of(("a", 9), ("b", 1)) as crowd:
+            await crowd.come("c", 9, patience=0.05)
+            await crowd.come("d", 0)
+            assert crowd.began == ["a", "b"]
+            if how == "leave":
+                await crowd.leave("c")
+            else:
+                await asyncio.sleep(0.1)
+            assert (crowd.began, crowd.refused) == (["a", "b", "d"], ["c"] if how == "patience" else [])
+            await crowd.end("a")
+            await crowd.end("b")
+            await crowd.come("e", 10)
+            assert crowd.began[-1] == "e"  # nothing of c's is still taken
+
+    asyncio.run(scenario())
