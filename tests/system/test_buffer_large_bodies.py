@@ -180,9 +180,7 @@ def test_slow_clients_keep_a_large_body_waiting_for_no_longer_than_their_turns(b
 
 
 def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):
-    unannounced = (
-        HEAD.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + f"{MOST - 10:x}\r\n".encode() + bytes(MOST - 10)
-    )
+    unannounced = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n{MOST:x}\r\n".encode() + bytes(MOST - 10)
     held = [buffer.connect() for _ in range(4)]  # bodies of no known length take no turns
     for connection in held:
         connection.sendall(unannounced)
@@ -192,9 +190,11 @@ def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffe
         with buffer.connect() as connection:
             connection.sendall(request(bytes(MOST - 10), MOST))
             statuses.append(answers(connection, 1)[0][0])
-    for connection in held:
-        connection.close()
     assert statuses == [429] * 3
+    for connection in held:
+        connection.sendall(bytes(10) + b"\r\n0\r\n\r\n")
+        assert answers(connection, 1)[0][0] == 422
+        connection.close()
 
 
 @pytest.mark.parametrize(("pause", "statuses"), [(0.3, {422}), (1.0, {408})])

@@ -342,12 +342,19 @@ def framed(payload):
     return Record.of(frame.payload, frame)
 
 
+def write_around(directory, data, offset):
+    """To the first segment, in pieces that direct I/O would not take."""
+    with (directory / "00000001.seg").open("r+b") as file:
+        return os.pwrite(file.fileno(), data, offset)
+
+
 @pytest.mark.parametrize("at_once", [1, 5, 21, 22, 1000, 5000, 10**6])
 def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, at_once):
+    written = []
+
     def pwritev(file, parts, offset):
-        taken = b"".join(parts)[:at_once]
-        with (tmp_path / "00000001.seg").open("r+b") as itself:
-            return os.pwrite(itself.fileno(), taken, offset)
+        written.append(write_around(tmp_path, b"".join(parts)[:at_once], offset))
+        return written[-1]
 
     monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
     segments = Segments(tmp_path)
@@ -356,6 +363,8 @@ def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_pat
     segments.sync()
     assert [segments.read(*place) for place in places] == [b"first", b"", b"large" * 2000, b"last"]
     assert segments.stored_bytes == (tmp_path / "00000001.seg").stat().st_size
+    gap = places[2][1] - (16 + len(b"first") + 16)  # up to where a block begins
+    assert sum(written) == segments.stored_bytes - gap
 
 
 @pytest.mark.parametrize("length", [0, 1, 4079, 4080, 4081, 3 * 2**20])
@@ -409,6 +418,7 @@ def test_a_file_system_without_direct_io_stores_framed_records_all_the_same(tmp_
 @pytest.mark.parametrize("record", [Record.of(b"lost"), framed(b"lost" * 2000)], ids=["small", "framed"])
 def test_after_a_full_disk_a_new_segment_is_begun(tmp_path, monkeypatch, record):
     def pwritev(file, parts, offset):
+        write_around(tmp_path, b"".join(parts)[:7], offset)
         raise OSError(28, "No space left on device")
 
     segments = Segments(tmp_path)
