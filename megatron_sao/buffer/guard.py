@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -66,8 +67,17 @@ class Guard:
         self._min_rate = min_rate
         self._held = 0
         self._turns = Turns(min(TURN_ROOM, 2 * max_body_bytes), TURN_SECONDS)
+        self._stopping = False
+        self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are awaited
         self.patience = patience
         self.refused = 0  # answers whose status is in REFUSALS, and connections that never sent a request
+
+    def stop(self) -> None:
+        """Wait for no body any longer: what is not there yet is answered 503."""
+        self._stopping = True
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(0)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -132,6 +142,8 @@ class Guard:
         more = True
         while more:
             message = await self._next(receive, body, start)
+            if message is None and self._stopping:
+                return error_response(503, "the buffer is being stopped; send it again")
             if message is None:
                 return error_response(
                     408, f"the body came slower than {self._min_rate:.0f} bytes per second; send it again"
@@ -150,15 +162,20 @@ class Guard:
         return None
 
     async def _next(self, receive: Receive, body: Pieces | InPlace, start: float) -> dict[str, Any] | None:
-        """The next message; None if by then ``body``, which may grow meanwhile, has been too slow since ``start``."""
+        """The next message; None if by then ``body``, which may grow meanwhile, has been too slow since ``start``, or
+        nothing is awaited any longer."""
         while True:
             size = body.size
+            deadline = asyncio.timeout_at(0 if self._stopping else start + self.patience + size / self._min_rate)
+            self._deadlines.add(deadline)
             try:
-                async with asyncio.timeout_at(start + self.patience + size / self._min_rate):
+                async with deadline:
                     return await receive()
             except TimeoutError:
-                if body.size == size:
+                if body.size == size or self._stopping:
                     return None
+            finally:
+                self._deadlines.remove(deadline)
 
     def _is_full(self) -> bool:
         return self._held > 4 * max(self._max_body_bytes, self._json_limit)
@@ -194,19 +211,28 @@ def token_of(server: str) -> str:
     return token
 
 
-def guarded_server(guard: Guard) -> uvicorn.Config:
-    """How uvicorn serves a guarded application."""
-    return uvicorn.Config(
-        guard,
-        http=_impatient_protocol(guard),
-        ws="none",
-        log_config=None,  # its lines go where ours do
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,  # nobody asks where a request came from
-        timeout_graceful_shutdown=3,
-        timeout_keep_alive=60,
-    )
+class GuardedServer(uvicorn.Server):
+    """Serves a guarded application."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__(
+            uvicorn.Config(
+                guard,
+                http=_impatient_protocol(guard),
+                ws="none",
+                log_config=None,  # its lines go where ours do
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,  # nobody asks where a request came from
+                timeout_graceful_shutdown=3,
+                timeout_keep_alive=60,
+            )
+        )
+        self._guard = guard
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._guard.stop()
+        await super().shutdown(sockets)
 
 
 def _impatient_protocol(guard: Guard) -> type[H11Protocol]:

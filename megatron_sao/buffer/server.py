@@ -21,7 +21,6 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -31,7 +30,7 @@ from starlette.exceptions import HTTPException
 from megatron_sao.buffer import schema
 from megatron_sao.buffer.admission import admit
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.guard import TRAJECTORIES, Guard, Receive, Send, error_response, guarded_server, token_of
+from megatron_sao.buffer.guard import TRAJECTORIES, Guard, GuardedServer, Receive, Send, error_response, token_of
 from megatron_sao.buffer.schema import Count, PageSize, Stage
 from megatron_sao.buffer.segments import Frame, Record
 from megatron_sao.buffer.store import COUNTERS, Store
@@ -356,11 +355,11 @@ ERROR_HANDLERS = {
 }  # fmt: skip
 
 
-class _Server(uvicorn.Server):
+class _Server(GuardedServer):
     """Announces its address once it accepts connections, and ends long-polls at once when told to stop."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, announce: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, guard: Guard, service: Service, announce: Callable[[], None]) -> None:
+        super().__init__(guard)
         self._service = service
         self._announce = announce
 
@@ -415,7 +414,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
         os.replace(temporary, run_dir / "buffer.json")
         log.info("serving %s at %s", store.run_id, url)
 
-    _Server(guarded_server(guard), service, announce).run(sockets=[listener])
+    _Server(guard, service, announce).run(sockets=[listener])
 
 
 def _keep_freed_memory() -> None:

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Path
 from pydantic import BaseModel, Field
 
-from megatron_sao.buffer.guard import Guard, guarded_server, token_of
+from megatron_sao.buffer.guard import Guard, GuardedServer, token_of
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.data.tasks import Task
 from megatron_sao.launch.ports import port_of, reserve_port
@@ -197,7 +196,7 @@ def serve(
         raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror}; choose others") from error
     guard = create_app(Episodes(make, max_episodes, idle_seconds), token)
     log.info("serving episodes at http://%s:%d", f"[{host}]" if ":" in host else host, port_of(listener))
-    uvicorn.Server(guarded_server(guard)).run(sockets=[listener])
+    GuardedServer(guard).run(sockets=[listener])
 
 
 def main(config: RunConfig, host: str, port: int, max_episodes: int, idle_seconds: float) -> None:

@@ -2,10 +2,13 @@
 
 import http.client
 import json
+import os
+import signal
 import socket
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import psutil
@@ -214,3 +217,23 @@ def test_a_large_body_may_come_as_slowly_as_the_bound_and_no_slower(buffer, paus
             except BlockingIOError:
                 continue
     assert int(data.split()[1]) in statuses
+
+
+def test_a_buffer_that_is_stopped_waits_for_no_body(tmp_path):
+    """Three in the middle of their bodies, one of them small, and three large ones whose turn has not come."""
+    buffer = Buffer(tmp_path, buffer={"max_body_bytes": MOST})
+    buffer.start()
+    halves = [request(bytes(MOST // 2), MOST)] * 5 + [request(b"half", 1000)]
+    with ExitStack() as stack:
+        connections = [stack.enter_context(buffer.connect()) for _ in halves]
+        for connection, half in zip(connections, halves, strict=True):
+            connection.sendall(half)
+        time.sleep(0.3)
+        started = time.monotonic()
+        os.kill(buffer.process.pid, signal.SIGTERM)
+        stopped = (503, {"error": "the buffer is being stopped; send it again"})
+        assert [answers(connection, 1) for connection in connections] == [[stopped]] * 6
+        buffer.process.join(10)
+        assert buffer.process.exitcode is not None
+        assert time.monotonic() - started < 2
+    assert "Traceback" not in buffer.log() and "Cancel" not in buffer.log()
