@@ -30,6 +30,21 @@ def at_step(stage: str, step: int) -> None:
     _position = f" {stage}-{step}"
 
 
+class Seldom(logging.Filter):
+    """Of what would be logged again and again, one record in ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created < self._next:
+            return False
+        self._next = record.created + self._seconds
+        return True
+
+
 class LineFormatter(logging.Formatter):
     """``2026-01-02 03:04:05,678 WARNING rank 0 rl-12: message``; a line break inside becomes ``\\n``."""
 

@@ -34,8 +34,10 @@ class Pieces:
     def whole(self) -> bytes:
         return b"".join(self._pieces)
 
-    def end(self) -> None:
-        """It is not wanted any longer."""
+    def end(self) -> int:
+        """It is not wanted any longer. Returns how many bytes that frees; again: none."""
+        self._pieces, freed, self.size = [], self.size, 0
+        return freed
 
 
 class InPlace(asyncio.BufferedProtocol):
@@ -80,11 +82,13 @@ class InPlace(asyncio.BufferedProtocol):
     def whole(self) -> memoryview:
         return self._memory.toreadonly()
 
-    def end(self) -> None:
-        """Neither more of it nor what is there is wanted any longer."""
+    def end(self) -> int:
+        """Neither more of it nor what is there is wanted any longer. Returns how many bytes that frees; again: none."""
         self._give_back()
         # uvloop's transport keeps a reference to this object as long as it is open.
         self.frame, self._memory = None, memoryview(b"")
+        freed, self.size = self.size, 0
+        return freed
 
     def _give_back(self) -> None:
         """The connection, to HTTP."""

@@ -6,7 +6,9 @@ import asyncio
 import hmac
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import h11
@@ -15,16 +17,16 @@ from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_sao.buffer.body import LARGE, InPlace, Pieces
-from megatron_sao.buffer.turns import Turns
+from megatron_sao.buffer.turns import Turn, Turns
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
 AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
 TURN_ROOM = 32 * 2**20  # bytes of large bodies that are dealt with at the same time
-TURN_SECONDS = 1.0  # after which a large body no longer keeps others waiting: its client may be slow
+TURN_SECONDS = 0.25  # after which a large body that is not whole no longer keeps others waiting
 TRAJECTORIES = "/v1/trajectories"
 _CONNECTION = "megatron_sao.connection"  # key of a scope: the protocol object that the request came through
-REFUSALS = frozenset({400, 401, 405, 408, 413, 422})  # what a client that follows docs/buffer.md never gets
+PUT_OFF = frozenset({429, 503})  # the answers that say: come again
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -46,9 +48,9 @@ class Guard:
         app: what it guards.
         max_body_bytes: of a trajectory; four of them may be in memory at once, then 429. Large ones take turns before.
         json_limit: bytes of any other body.
-        patience: seconds a client may take to send a request's head, and its body beyond what ``min_rate`` takes; and
-            that a large body waits for its turn, then 429.
-        min_rate: bytes per second a body must come at.
+        patience: seconds a client may take to send a request's head, and beyond what ``min_rate`` takes, its body and
+            to read the answer; and that a large body waits for its turn, then 429.
+        min_rate: bytes per second a body must come at, and an answer be read at.
     """
 
     def __init__(
@@ -64,13 +66,14 @@ class Guard:
         self._expected = f"Bearer {token}".encode()
         self._max_body_bytes = max_body_bytes
         self._json_limit = json_limit
-        self._min_rate = min_rate
+        self.min_rate = min_rate
         self._held = 0
         self._turns = Turns(min(TURN_ROOM, 2 * max_body_bytes), TURN_SECONDS)
         self._stopping = False
         self._deadlines: set[asyncio.Timeout] = set()  # of the bodies that are awaited
         self.patience = patience
-        self.refused = 0  # answers whose status is in REFUSALS, and connections that never sent a request
+        self.refused = 0  # answers 4xx but 429, and connections that were closed on their client
+        self.put_off = 0  # answers whose status is in PUT_OFF
 
     def stop(self) -> None:
         """Wait for no body any longer: what is not there yet is answered 503."""
@@ -91,12 +94,9 @@ class Guard:
             )(scope, receive, send)
             return
         size = self._large(scope)
-        if size is None:
-            await self._serve(scope, receive, send)
-            return
-        async with self._turns.turn(size, self.patience) as has_come:
-            if has_come:
-                await self._serve(scope, receive, send)
+        with nullcontext() if size is None else self._turns.turn(size) as turn:
+            if turn is None or await turn.comes(self.patience):
+                await self._serve(scope, receive, send, turn)
             else:
                 await _TOO_MANY(scope, receive, send)
 
@@ -107,20 +107,35 @@ class Guard:
         size = int(dict(scope["headers"]).get(b"content-length", 0))
         return size if LARGE <= size <= self._max_body_bytes else None
 
-    async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        body = self._incoming(scope)
+    async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send, turn: Turn | None) -> None:
+        try:
+            body = self._incoming(scope)
+        except MemoryError:
+            await error_response(503, "there is no memory for this body; send it again")(scope, receive, send)
+            return
+
+        def let_go() -> None:
+            self._held -= body.end()
+            if turn is not None:
+                turn.end()
+
+        async def answer(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                let_go()  # the client may take its time to read it
+            await send(message)
+
         try:
             refusal = await self._read(scope["path"], body, receive)
+            if turn is not None:
+                turn.whole()
             if refusal is None:
-                await self._app(scope, _replay(body, receive), send)
+                await self._app(scope, _replay(body, receive), answer)
             else:
-                body.end()  # now, since the client may take its time to read this
-                await refusal(scope, receive, send)
+                await refusal(scope, receive, answer)
         except _Gone:
             return
         finally:
-            body.end()
-            self._held -= body.size
+            let_go()
 
     def _incoming(self, scope: dict[str, Any]) -> Pieces | InPlace:
         connection = scope.get(_CONNECTION)
@@ -146,7 +161,7 @@ class Guard:
                 return error_response(503, "the buffer is being stopped; send it again")
             if message is None:
                 return error_response(
-                    408, f"the body came slower than {self._min_rate:.0f} bytes per second; send it again"
+                    408, f"the body came slower than {self.min_rate:.0f} bytes per second; send it again"
                 )
             if message["type"] == "http.disconnect":
                 raise _Gone
@@ -157,7 +172,7 @@ class Guard:
             if body.size > limit:
                 field = " (buffer.max_body_bytes)" if trajectory else ""
                 return error_response(413, f"the body exceeds {limit} bytes{field}")
-            if self._is_full():
+            if body.size > JSON_BODY_LIMIT and self._is_full():
                 return _TOO_MANY
         return None
 
@@ -166,7 +181,7 @@ class Guard:
         nothing is awaited any longer."""
         while True:
             size = body.size
-            deadline = asyncio.timeout_at(0 if self._stopping else start + self.patience + size / self._min_rate)
+            deadline = asyncio.timeout_at(0 if self._stopping else start + self.patience + size / self.min_rate)
             self._deadlines.add(deadline)
             try:
                 async with deadline:
@@ -183,7 +198,8 @@ class Guard:
     def _counted(self, send: Send) -> Send:
         async def counted(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self.refused += message["status"] in REFUSALS
+                self.put_off += message["status"] in PUT_OFF
+                self.refused += 400 <= message["status"] < 500 and message["status"] not in PUT_OFF
             await send(message)
 
         return counted
@@ -237,11 +253,13 @@ class GuardedServer(uvicorn.Server):
 
 def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
     """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
-    request, its first or a later one, is closed, and so is one that sends more than AHEAD_LIMIT behind a request that
-    is being served. uvicorn itself would wait for ever, and take in whatever follows a long-poll."""
+    request, its first or a later one, or to read an answer, is closed, and so is one that sends more than AHEAD_LIMIT
+    behind a request that is being served. uvicorn itself would wait for ever, and take in whatever follows a
+    long-poll."""
 
     class ImpatientProtocol(H11Protocol):
-        _closing: asyncio.TimerHandle | None = None
+        _closing: asyncio.TimerHandle | None = None  # if no head comes
+        _giving_up: asyncio.TimerHandle | None = None  # if the answer is not read
         _ahead = 0  # bytes since the request that is being served was complete
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -262,8 +280,31 @@ def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
             if self.scope is not None:
                 self.scope[_CONNECTION] = self  # the application runs after this, and the guard takes it from there
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0]:  # the begin of another head came before
+                self._watch()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            seconds = guard.patience + self.transport.get_write_buffer_size() / guard.min_rate
+            self._giving_up = self.loop.call_later(seconds, self._give_up)
+
+        def resume_writing(self) -> None:
+            self._giving_up.cancel()
+            super().resume_writing()
+
+        def _give_up(self) -> None:
+            guard.refused += 1
+            # With a reset: what is written already would stay in the kernel's memory.
+            connection = self.transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_watching()
+            if self._giving_up is not None:
+                self._giving_up.cancel()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:

@@ -51,7 +51,7 @@ class EvaluationBody(IncarnationBody):
 class EngineBody(Body):
     id: Name
     url: Name
-    tp: Annotated[int, Field(ge=1)]
+    tp: Annotated[int, Field(ge=1, le=2**20)]
 
 
 class HeartbeatBody(Body):
@@ -186,3 +186,53 @@ class AsideVisit(Body):
 
 class AsidePage(Body):
     aside: list[AsideVisit]
+
+
+class StoredTrajectory(Body):
+    id: str
+    task_id: str
+    epoch: int
+    kind: Literal["train", "eval"]
+    state: Literal["stored", "assigned", "eval", "dropped", "failed"]
+    stage: Annotated[Stage | None, Field(description="of its batch or its evaluation")]
+    step: int | None
+    num_tokens: int
+    num_action_tokens: int
+    versions: Annotated[list[str], Field(description="weight versions of its action tokens, oldest first")]
+    reason: Annotated[str | None, Field(description="why it was dropped, or failed")]
+
+
+class Index(Body):
+    trajectories: list[StoredTrajectory]
+
+
+class RecordedBatch(Body):
+    stage: Stage
+    step: int
+    ids: list[str]
+
+
+class RecordedBatches(Body):
+    batches: list[RecordedBatch]
+
+
+class Stats(Body):
+    """Beside the counters since the run began: what is there now."""
+
+    run_id: str
+    current_version: str | None
+    stage: Annotated[Stage | None, Field(description="of the batch asked for last")]
+    step: int
+    incarnation: Annotated[int, Field(description="of the trainer that rules; 0: none has registered")]
+    outstanding: Annotated[int, Field(description="leased, stored, or in a batch from the current one on")]
+    outstanding_limit: int
+    visits_leased: int
+    visits_ready: int
+    eval_visits_open: int
+    trajectories_stored: int
+    stored_bytes: int
+    engines_clean: int
+    engines_dirty: int
+    engines_sick: int
+    engines_down: int
+    dropped_stale_fraction: Annotated[float, Field(description="of the accepted trajectories for training")]

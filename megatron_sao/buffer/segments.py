@@ -12,6 +12,8 @@ import errno
 import logging
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,18 +83,26 @@ class Segments:
     def stored_bytes(self) -> int:
         return sum(self._sizes.values())
 
-    def append(self, record: Record) -> tuple[int, int]:
-        """Write a record, not yet durable. Returns (segment, offset). Raises OSError, leaving the segment closed."""
-        if self._active is not None and self._sizes[self._active] > self._roll_bytes:
-            self.sync()
-            self.close()
+    @contextmanager
+    def appending(self) -> Iterator[None]:
+        """What is appended inside is durable when it ends. If it raises, none of it stays, nor its space."""
+        size = 0 if self._active is None else self._sizes[self._active]
+        segment = self._next if self._active is None else self._active
         try:
-            if self._active is None:
-                self._open()
-            return self._active, self._write(record)
-        except OSError:
-            self.close()  # what was half-written is never referenced
+            yield
+            self._sync()
+        except BaseException:
+            self._cut(segment, size)
             raise
+
+    def append(self, record: Record) -> tuple[int, int]:
+        """Write a record; inside :meth:`appending`. Returns (segment, offset). Raises OSError."""
+        if self._active is not None and self._sizes[self._active] > self._roll_bytes:
+            self._sync()
+            self.close()
+        if self._active is None:
+            self._open()
+        return self._active, self._write(record)
 
     def _write(self, record: Record) -> int:
         """Returns where in the active segment."""
@@ -106,6 +116,8 @@ class Segments:
         end = offset
         while parts:  # all in one call: after each the thread waits for the interpreter's lock
             written = os.pwritev(file, parts, end)
+            if written == 0:
+                raise OSError(errno.EIO, "the disk takes no more bytes, and gives no reason")
             end += written
             self._sizes[self._active] = end
             while parts and written >= len(parts[0]):
@@ -115,15 +127,21 @@ class Segments:
             file = self._file  # what is left need not be whole blocks
         return offset
 
-    def sync(self) -> None:
-        """Make every appended record durable. Raises OSError; the records appended since the last sync are lost."""
-        if self._file is None:
-            return
-        try:
+    def _sync(self) -> None:
+        if self._file is not None:
             os.fsync(self._file)
-        except OSError:
-            self.close()  # the kernel may have dropped the pages: a second fsync would lie
-            raise
+
+    def _cut(self, segment: int, size: int) -> None:
+        """Back to where ``segment`` had ``size`` bytes and was the last. None of the open files is used again: after a
+        failed fsync the kernel may have dropped what a second one would confirm."""
+        self.close()
+        with suppress(OSError):  # the rest stays, unreferenced, until a commit
+            for later in [number for number in self._sizes if number > segment or (number == segment and not size)]:
+                self._path(later).unlink(missing_ok=True)
+                del self._sizes[later]
+            if self._sizes.get(segment, 0) > size:
+                os.truncate(self._path(segment), size)
+                self._sizes[segment] = size
 
     def read(self, segment: int, offset: int) -> bytes:
         path = self._path(segment)

@@ -25,6 +25,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
+from pydantic import create_model
 from starlette.exceptions import HTTPException
 
 from megatron_sao.buffer import schema
@@ -39,12 +40,14 @@ from megatron_sao.data.routing import RoutingShape
 from megatron_sao.data.tasks import TaskError, load_tasks
 from megatron_sao.data.trajectory import Trajectory, TrajectoryError
 from megatron_sao.launch.ports import port_of, reserve_port
-from megatron_sao.logs import start_logging
+from megatron_sao.logs import Seldom, start_logging
 from megatron_sao.run_identity import run_identity
 
 Endpoint = Callable[[Request], Awaitable[dict[str, Any]]]
 
 log = logging.getLogger(__name__)
+disk_log = logging.getLogger(f"{__name__}.disk")  # every client says it again and again
+disk_log.addFilter(Seldom(10.0))
 
 GROUP_LIMIT = 64  # submissions written with one fsync
 LARGE_BODY = 4 * 2**20  # bytes; others are answered while a larger one is decoded and checked
@@ -52,6 +55,8 @@ KEPT_BYTES = 256 * 2**20  # of freed memory, see _keep_freed_memory
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 SWITCH_SECONDS = 0.0005  # that the event loop may keep the interpreter's lock from the store's thread
 POLL_INTERVAL = 1.0  # seconds; what no request announces (a lease or an engine timing out) is seen this late
+
+REQUEST_COUNTERS = ("requests_refused", "requests_put_off")  # since this process began
 
 REFUSED = {  # status codes of any call, for the OpenAPI document
     401: "no token, or a wrong one",
@@ -64,6 +69,7 @@ REFUSED = {  # status codes of any call, for the OpenAPI document
     429: "full; try again after Retry-After",
     503: "the disk does not take it; try again after Retry-After",
 }
+Stats = create_model("Stats", __base__=schema.Stats, **dict.fromkeys(COUNTERS + REQUEST_COUNTERS, (int, ...)))
 TRAJECTORY = {"content": {"application/msgpack": {"schema": {"type": "string", "format": "binary"}}}}
 
 
@@ -84,10 +90,12 @@ class Service:
         self._changed = asyncio.Event()
         self._submissions: asyncio.Queue[tuple[tuple[Trajectory, Record], asyncio.Future[str]]] = asyncio.Queue()
         self._closing = False
-        self.refused: Callable[[], int] = lambda: 0  # of the guard in front
+        self.requests: Callable[[], dict[str, int]] = lambda: dict.fromkeys(
+            REQUEST_COUNTERS, 0
+        )  # of the guard in front
 
     async def stats(self) -> dict[str, Any]:
-        return await self.call(self.store.stats) | {"requests_refused": self.refused()}
+        return await self.call(self.store.stats) | self.requests()
 
     async def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, method, *arguments)
@@ -180,7 +188,7 @@ def create_app(service: Service, token: str) -> Guard:
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     guard = Guard(_directly(submit, app), token, service.config.buffer.max_body_bytes)
-    service.refused = lambda: guard.refused
+    service.requests = lambda: dict(zip(REQUEST_COUNTERS, (guard.refused, guard.put_off), strict=True))
     return guard
 
 
@@ -297,7 +305,7 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
         await service.call(service.store.incarnation)  # the store's thread answers
         return {"status": "ok"}
 
-    @app.get("/v1/stats")
+    @app.get("/v1/stats", response_model=Stats)
     async def stats() -> dict[str, Any]:
         return await service.stats()
 
@@ -309,25 +317,29 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
     async def aside(after: Count = 0, limit: PageSize = 100) -> dict[str, Any]:
         return {"aside": await service.call(service.store.visits.aside, after, limit)}
 
-    @app.get("/v1/trajectories")
+    @app.get("/v1/trajectories", response_model=schema.Index)
     async def index() -> dict[str, Any]:
         return {"trajectories": await service.call(service.store.archive.index)}
 
-    @app.get("/v1/batches")
+    @app.get("/v1/batches", response_model=schema.RecordedBatches)
     async def recorded_batches() -> dict[str, Any]:
         return {"batches": await service.call(service.store.archive.recorded_batches)}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         lines = []
         for name, value in (await service.stats()).items():
             if isinstance(value, int | float):
-                kind, metric = ("counter", f"{name}_total") if name in COUNTERS else ("gauge", name)
+                kind, metric = (
+                    ("counter", f"{name}_total") if name in (*COUNTERS, *REQUEST_COUNTERS) else ("gauge", name)
+                )
                 lines += [f"# TYPE megatron_sao_buffer_{metric} {kind}", f"megatron_sao_buffer_{metric} {value}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
 
 async def _refused(_: Request, error: StoreError) -> JSONResponse:
+    if error.status == 503:
+        disk_log.error("%s", error)
     return error_response(error.status, str(error))
 
 
@@ -336,7 +348,8 @@ async def _malformed(_: Request, error: TrajectoryError) -> JSONResponse:
 
 
 async def _unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
-    return error_response(503, f"the index cannot be used: {error}; look at the disk of the run directory")
+    disk_log.error("%s", problem := f"the index cannot be used: {error}; look at the disk of the run directory")
+    return error_response(503, problem)
 
 
 async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -402,6 +415,9 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     except (TaskError, StoreError) as error:
         listener.close()
         raise ConfigError(str(error)) from error
+    except (OSError, sqlite3.Error) as error:
+        listener.close()
+        raise ConfigError(f"the buffer cannot use {run_dir / 'buffer'}: {error}; look at the disk under it") from error
     service = Service(store, config, vocab_size, RoutingShape.of(config.model.path))
     guard = create_app(service, token)
     # Idle connections cost a file each until they are closed.

@@ -6,8 +6,10 @@ the disk. Not thread-safe: the server calls it from one thread.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -25,6 +27,8 @@ from megatron_sao.config import RunConfig
 from megatron_sao.data.batches import STAGES
 from megatron_sao.data.tasks import Task
 from megatron_sao.data.trajectory import Trajectory, parse_version
+
+RESERVED_BYTES = 32 * 2**20  # of free disk space that no trajectory takes
 
 
 class Store:
@@ -52,6 +56,7 @@ class Store:
         run_id: str | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
         self._config = config
         self.run_id = run_id or config.name
         self._db = Database(directory / "index.sqlite")
@@ -72,24 +77,23 @@ class Store:
         begun = self._db.scalar("SELECT 1 FROM visits UNION SELECT 1 FROM evaluations") is not None
         digest = hashlib.sha256(json.dumps([asdict(task) for task in tasks + eval_tasks]).encode()).hexdigest()
         data, group_size = self._config.data, self._config.rl.group_size
-        for key, value, problem in (
-            ("run_id", self.run_id, f"by the run {self._db.get('run_id')!r}, and this is {self.run_id!r}"),
-            ("tasks", digest, f"from other tasks than {data.train} and {data.eval} hold now"),
-            (
-                "group_size",
-                group_size,
-                f"with rl.group_size = {self._db.get('group_size')}, now it is {group_size}, which gives every epoch "
-                "number another meaning",
-            ),
-        ):
-            if self._db.get(key, value) != value and (begun or key == "run_id"):
+        ours = {"run_id": self.run_id, "tasks": digest, "group_size": group_size}
+        recorded = {key: self._db.get(key) for key in ours}
+        problems = {
+            "run_id": f"by the run {recorded['run_id']!r}, and this is {self.run_id!r}",
+            "tasks": f"from other tasks than {data.train} and {data.eval} hold now",
+            "group_size": f"with rl.group_size = {recorded['group_size']}, now it is {group_size}, which gives every "
+            "epoch number another meaning",
+        }
+        for key, problem in problems.items():
+            if recorded[key] not in (None, ours[key]) and (begun or key == "run_id"):
                 raise StoreError(
                     409, f"{directory} was filled {problem}; restore what it was or choose a new run directory"
                 )
-        with self._db.transaction():
-            self._db.set("run_id", self.run_id)
-            self._db.set("tasks", digest)
-            self._db.set("group_size", group_size)
+        if recorded != ours:
+            with self._db.transaction():
+                for key, value in ours.items():
+                    self._db.set(key, value)
 
     def close(self) -> None:
         self._segments.close()
@@ -158,12 +162,22 @@ class Store:
         """
         self.visits.expire()
         try:
-            with self._db.transaction():
-                answers = [self._submit_one(trajectory, record) for trajectory, record in items]
-                self._segments.sync()
+            self._check_room(sum(len(record.payload) for _, record in items))
+            # The segments end first: what the index may come to name is never taken back.
+            with self._db.transaction(), self._segments.appending():
+                return [self._submit_one(trajectory, record) for trajectory, record in items]
         except OSError as error:
-            raise StoreError(503, f"cannot write the trajectory: {error}; free some disk space") from error
-        return answers
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free some disk space" if full else "look at the disk of the run directory"
+            raise StoreError(503, f"cannot write the trajectory: {error}; {remedy}") from error
+
+    def _check_room(self, size: int) -> None:
+        """Raises OSError where a trajectory would take what the index needs: without a commit nothing is given back."""
+        disk = os.statvfs(self._directory)
+        if disk.f_bavail * disk.f_frsize < size + RESERVED_BYTES:
+            raise OSError(
+                errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB of the disk are kept for the buffer's index"
+            )
 
     def _submit_one(self, trajectory: Trajectory, record: Record) -> str | StoreError:
         refusal = self._refusal(trajectory)

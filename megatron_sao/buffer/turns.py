@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Turns:
@@ -13,49 +13,66 @@ class Turns:
 
     Args:
         room: bytes of the bodies whose turn it is; it may be the turn of two whatever their size.
-        seconds: after which a turn no longer keeps others waiting, since its client may be slow.
+        seconds: after which a body that is still not whole no longer keeps others waiting, since its client may be
+            slow. One that is whole does until its turn ends: then it is the disk that is slow.
     """
 
     def __init__(self, room: int, seconds: float) -> None:
         self._room, self._seconds = room, seconds
-        self._waiting: dict[_Turn, None] = {}  # in order
-        self._begun: dict[_Turn, asyncio.TimerHandle] = {}
+        self._waiting: dict[Turn, None] = {}  # in order
+        self._begun: dict[Turn, asyncio.TimerHandle] = {}
 
-    @asynccontextmanager
-    async def turn(self, size: int, patience: float) -> AsyncIterator[bool]:
-        """Wait for a turn of ``size`` bytes; False if it does not come within ``patience`` seconds."""
-        turn = _Turn(size)
+    @contextmanager
+    def turn(self, size: int) -> Iterator[Turn]:
+        """Stand in line with ``size`` bytes."""
+        turn = Turn(self, size)
         self._waiting[turn] = None
         self._begin_some()
         try:
-            yield await turn.comes(patience)
+            yield turn
         finally:
-            self._end(turn)
+            self.end(turn)
 
-    def _begin_some(self) -> None:
-        while self._waiting and self._has_room(first := next(iter(self._waiting))):
-            del self._waiting[first]
-            self._begun[first] = asyncio.get_running_loop().call_later(self._seconds, self._end, first)
-            first.begin.set()
-
-    def _has_room(self, turn: _Turn) -> bool:
-        return len(self._begun) < 2 or sum(other.size for other in self._begun) + turn.size <= self._room
-
-    def _end(self, turn: _Turn) -> None:
+    def end(self, turn: Turn) -> None:
         self._waiting.pop(turn, None)
         if timer := self._begun.pop(turn, None):
             timer.cancel()
         self._begin_some()
 
+    def whole(self, turn: Turn) -> None:
+        if timer := self._begun.get(turn):
+            timer.cancel()
 
-class _Turn:
-    def __init__(self, size: int) -> None:
+    def _begin_some(self) -> None:
+        while self._waiting and self._has_room(first := next(iter(self._waiting))):
+            del self._waiting[first]
+            self._begun[first] = asyncio.get_running_loop().call_later(self._seconds, self.end, first)
+            first.begun.set()
+
+    def _has_room(self, turn: Turn) -> bool:
+        return len(self._begun) < 2 or sum(other.size for other in self._begun) + turn.size <= self._room
+
+
+class Turn:
+    """One request's."""
+
+    def __init__(self, turns: Turns, size: int) -> None:
+        self._turns = turns
         self.size = size
-        self.begin = asyncio.Event()
+        self.begun = asyncio.Event()
 
     async def comes(self, patience: float) -> bool:
+        """Wait for it; False if it does not come within ``patience`` seconds."""
         try:
             async with asyncio.timeout(patience):
-                return await self.begin.wait()
+                return await self.begun.wait()
         except TimeoutError:
             return False
+
+    def whole(self) -> None:
+        """All of the body is there."""
+        self._turns.whole(self)
+
+    def end(self) -> None:
+        """The body is not needed any longer. Again: nothing."""
+        self._turns.end(self)

@@ -94,7 +94,10 @@ def test_wrong_tokens_and_wrong_paths_are_counted(buffer):
     assert buffer.get("/v1/stats", token="guess again").status_code == 401
     assert httpx.delete(f"{buffer.url}/v1/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
     assert buffer.post("/v1/trajectories", b"x" * 100_001).status_code == 413
-    assert refusals(buffer) == before + 4
+    assert buffer.get("/v1/secrets").status_code == 404
+    assert buffer.post("/v1/commits/rl/0", b'{"incarnation": 7}').status_code == 409
+    assert buffer.post("/v1/engines", b'{"id": "e", "url": "u", "tp": 9223372036854775808}').status_code == 422
+    assert refusals(buffer) == before + 7
 
 
 def test_an_id_that_is_taken_is_refused_and_a_replay_is_a_duplicate(buffer):
@@ -226,6 +229,16 @@ def test_a_head_that_never_ends_is_closed_however_often_a_byte_of_it_comes(buffe
             pass
     assert PATIENCE * 0.9 < time.monotonic() - started < PATIENCE + 4
     assert refusals(buffer) == before + 1
+
+
+def test_a_head_begun_behind_a_body_has_no_longer_than_another(buffer):
+    before = refusals(buffer)
+    with buffer.connect() as connection:
+        started = time.monotonic()
+        connection.sendall(f"{HEAD}Content-Length: 4\r\n\r\nbodyGET /v1/st".encode())
+        assert answer(connection).startswith(b"HTTP/1.1 422 ")
+        assert PATIENCE * 0.9 < time.monotonic() - started < PATIENCE + 4
+    assert refusals(buffer) == before + 2
 
 
 def test_a_body_that_trickles_is_a_408(buffer):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from megatron_sao.buffer.body import LARGE
+from megatron_sao.buffer.guard import TURN_SECONDS
 from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
 from tests.trajectories import make_long_trajectory
 
@@ -169,17 +171,30 @@ def test_however_many_large_bodies_come_at_once_all_are_taken(buffer):
 
 
 def test_slow_clients_keep_a_large_body_waiting_for_no_longer_than_their_turns(buffer):
-    slow = [buffer.connect() for _ in range(2)]
-    for connection in slow:
-        connection.sendall(request(bytes(MOST // 2), MOST))
-    time.sleep(0.5)
-    started = time.monotonic()
-    with buffer.connect() as connection:
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(buffer.connect()).sendall(request(bytes(MOST // 2), MOST))
+        time.sleep(0.1)
+        started = time.monotonic()
+        connection = stack.enter_context(buffer.connect())
         connection.sendall(request(bytes(LARGE)))
         assert answers(connection, 1)[0][0] == 422
-    assert 0.1 < time.monotonic() - started < PATIENCE
-    for connection in slow:
-        connection.close()
+        assert TURN_SECONDS / 4 < time.monotonic() - started < PATIENCE
+
+
+def test_a_client_that_does_not_read_its_answers_is_closed(buffer):
+    """It asks for 300 times 65 kB, which is more than the kernel keeps for it."""
+    trajectory = large(buffer, "unread", 5_000)
+    assert buffer.post("/v1/trajectories", trajectory.encode()).status_code == 200
+    ask = f"GET /v1/trajectories/{trajectory.id} HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+    before = buffer.client().stats()["requests_refused"]
+    with buffer.connect() as connection:
+        connection.sendall(ask.encode() * 300)
+        ended = select.poll()
+        ended.register(connection, 0)  # an end is reported in any case
+        started = time.monotonic()
+        assert ended.poll(20_000) and time.monotonic() - started > PATIENCE
+    assert buffer.client().stats()["requests_refused"] == before + 1
 
 
 def test_more_large_bodies_than_there_is_memory_for_are_told_to_come_again(buffer):

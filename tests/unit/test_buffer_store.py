@@ -1,18 +1,18 @@
 """What the store keeps, hands out once and forgets: trajectories, batches, and the disk under them."""
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import StoreError
-from megatron_sao.buffer.segments import Frame, Record, SegmentCorrupt, Segments
-from megatron_sao.buffer.store import Store
+from megatron_sao.buffer.segments import Record
+from megatron_sao.buffer.store import RESERVED_BYTES, Store
 from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
 from tests.trajectories import make_trajectory
@@ -209,12 +209,13 @@ def test_an_older_incarnation_is_refused_everywhere(bench):
 
 def test_a_trajectory_older_than_max_staleness_is_dropped_and_counted_never_trained_on(bench):
     bench.train()
-    old, mixed, fresh = bench.lease(3)
+    old, begun_too_early, mixed, fresh = bench.lease(4)
     bench.play(old, "1.0")
-    bench.play(mixed, versions=[("1.5", 2, 4), ("1.1", 4, 6)])
+    bench.play(begun_too_early, versions=[("1.0", 2, 4), ("1.2", 4, 6)])
+    bench.play(mixed, versions=[("1.2", 2, 4), ("1.1", 4, 6)])
     bench.play(fresh, "1.1")
-    assert bench.batch(1, batch_size=2, policy_version=2) == ["2-1", "3-1"]
-    assert bench.stat("dropped_stale") == 1
+    assert bench.batch(1, batch_size=2, policy_version=2) == ["3-1", "4-1"]
+    assert bench.stat("dropped_stale") == 2
     assert bench.play(old) == "duplicate"  # its visit is spent
 
 
@@ -327,128 +328,46 @@ def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monk
     assert [row["state"] for row in bench.store.archive.index()] == ["stored", "stored"]
 
 
-def direct_io_of(directory):
-    """O_DIRECT, or 0 if the file system of this directory takes none."""
-    try:
-        os.close(os.open(directory / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
-    except OSError:
-        return 0
-    return os.O_DIRECT
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some disk space"), (errno.EIO, "look at the disk of the run directory")]
+)
+def test_a_refusal_of_the_disk_names_the_remedy(bench, monkeypatch, number, remedy):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    bench.train()
+    (lease,) = bench.lease()
+    monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", fail)
+    with pytest.raises(StoreError, match=rf"cannot write the trajectory: .*{os.strerror(number)}; {remedy}"):
+        bench.play(lease)
 
 
-def framed(payload):
-    frame = Frame(len(payload))
-    frame.payload[:] = payload
-    return Record.of(frame.payload, frame)
+def test_what_the_index_needs_of_the_disk_no_trajectory_takes(bench, monkeypatch):
+    """On a disk that is full to the last byte the trainer could not commit, so nothing would ever be given back."""
+    bench.train()
+    first, second = bench.lease(2)
+    assert bench.play(first) == "accepted"
+    size = bench.stat("stored_bytes")
+    room = RESERVED_BYTES
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=room // 4096, f_frsize=4096))
+    with pytest.raises(StoreError, match="the last 32 MiB of the disk are kept") as caught:
+        bench.play(second)
+    assert caught.value.status == 503 and bench.stat("stored_bytes") == size
+    assert bench.batch(0, batch_size=1) == ["1-1"]
+    room += 2**20
+    assert bench.play(second) == "accepted"
 
 
-def write_around(directory, data, offset):
-    """To the first segment, in pieces that direct I/O would not take."""
-    with (directory / "00000001.seg").open("r+b") as file:
-        return os.pwrite(file.fileno(), data, offset)
+def test_an_answer_outlives_a_power_cut(bench):
+    """What a commit wrote is on the disk when it returns, which killing the process could not show."""
+    assert bench.store._db.scalar("PRAGMA synchronous") == 2  # FULL
+    assert bench.store._db.scalar("PRAGMA journal_mode") == "wal"
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 21, 22, 1000, 5000, 10**6])
-def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch, at_once):
-    written = []
-
-    def pwritev(file, parts, offset):
-        written.append(write_around(tmp_path, b"".join(parts)[:at_once], offset))
-        return written[-1]
-
-    monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
-    segments = Segments(tmp_path)
-    records = [Record.of(b"first"), Record.of(b""), framed(b"large" * 2000), Record.of(memoryview(b"last"))]
-    places = [segments.append(record) for record in records]
-    segments.sync()
-    assert [segments.read(*place) for place in places] == [b"first", b"", b"large" * 2000, b"last"]
-    assert segments.stored_bytes == (tmp_path / "00000001.seg").stat().st_size
-    gap = places[2][1] - (16 + len(b"first") + 16)  # up to where a block begins
-    assert sum(written) == segments.stored_bytes - gap
-
-
-@pytest.mark.parametrize("length", [0, 1, 4079, 4080, 4081, 3 * 2**20])
-def test_a_framed_record_lies_between_others_in_blocks_of_its_own(tmp_path, length):
-    payload = os.urandom(length)
-    segments = Segments(tmp_path)
-    places = [segments.append(record) for record in (Record.of(b"before"), framed(payload), Record.of(b"after"))]
-    segments.sync()
-    assert [segments.read(*place) for place in places] == [b"before", payload, b"after"]
-    if direct_io_of(tmp_path):
-        assert [offset for _, offset in places] == [0, 4096, 4096 + (16 + length + 4095) // 4096 * 4096]
-    content = (tmp_path / "00000001.seg").read_bytes()
-    assert segments.stored_bytes == len(content) == places[2][1] + 16 + len(b"after")
-    assert not any(content[places[1][1] + 16 + length : places[2][1]])  # no other request's memory in the gap
-
-
-def test_a_framed_record_goes_past_the_page_cache(tmp_path, monkeypatch):
-    flags = []
-
-    def pwritev(file, parts, offset):
-        flags.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
-        return original(file, parts, offset)
-
-    original = os.pwritev
-    monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
-    segments = Segments(tmp_path)
-    for record in (Record.of(b"small"), framed(b"large"), Record.of(b"small")):
-        segments.append(record)
-    assert flags == [0, direct_io_of(tmp_path), 0]
-
-
-@pytest.mark.parametrize("refuses", ["open", "pwrite"])
-def test_a_file_system_without_direct_io_stores_framed_records_all_the_same(tmp_path, monkeypatch, caplog, refuses):
-    def refusing(*arguments):
-        if refuses == "pwrite" or arguments[1] & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return original(*arguments)
-
-    original = getattr(os, refuses)
-    monkeypatch.setattr(f"megatron_sao.buffer.segments.os.{refuses}", refusing)
-    caplog.set_level("INFO")
-    segments = Segments(tmp_path, roll_bytes=10)
-    files = len(os.listdir("/proc/self/fd"))
-    places = [segments.append(framed(payload)) for payload in (b"first" * 10, b"second" * 10)]
-    segments.sync()
-    assert [segments.read(*place) for place in places] == [b"first" * 10, b"second" * 10]
-    assert places == [(1, 0), (2, 0)] and caplog.text.count("takes no direct I/O") == 1
-    assert len(os.listdir("/proc/self/fd")) == files + 1  # that of the second segment
-
-
-@pytest.mark.parametrize("record", [Record.of(b"lost"), framed(b"lost" * 2000)], ids=["small", "framed"])
-def test_after_a_full_disk_a_new_segment_is_begun(tmp_path, monkeypatch, record):
-    def pwritev(file, parts, offset):
-        write_around(tmp_path, b"".join(parts)[:7], offset)
-        raise OSError(28, "No space left on device")
-
-    segments = Segments(tmp_path)
-    files = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
-        with pytest.raises(OSError, match="No space left"):
-            segments.append(record)
-    assert len(os.listdir("/proc/self/fd")) == files
-    place = segments.append(Record.of(b"kept"))
-    segments.sync()
-    assert place == (2, 0) and segments.read(*place) == b"kept"
-
-
-def test_a_corrupt_record_is_named_and_never_returned(tmp_path):
-    segments = Segments(tmp_path, roll_bytes=10)
-    places = [segments.append(Record.of(payload)) for payload in (b"first", b"second", b"third")]
-    segments.sync()
-    assert [segment for segment, _ in places] == [1, 2, 3]
-    assert [segments.read(*place) for place in places] == [b"first", b"second", b"third"]
-    path = tmp_path / "00000002.seg"
-    path.write_bytes(path.read_bytes()[:-1] + b"X")
-    with pytest.raises(SegmentCorrupt, match=r"00000002.seg is corrupt at offset 0"):
-        segments.read(*places[1])
-    path.write_bytes(b"SAO1" + path.read_bytes()[4:])
-    with pytest.raises(SegmentCorrupt, match=r"00000002.seg has format b'SAO1', not b'SAO2'; resume with the version"):
-        segments.read(*places[1])
-    path.unlink()
-    with pytest.raises(SegmentCorrupt, match=r"00000002.seg cannot be read"):
-        segments.read(*places[1])
+def test_a_store_that_opens_again_writes_nothing(bench):
+    """So that a full disk does not keep it from starting."""
+    bench.reopen()
+    assert bench.store._db._connection.total_changes == 0
 
 
 def test_everything_held_can_be_inspected(bench):

@@ -10,10 +10,11 @@ from megatron_sao.buffer.turns import Turns
 
 
 class Crowd:
-    """Requests that want a turn; ``began`` and ``refused`` hold their names."""
+    """Requests that want a turn; ``began`` and ``refused`` hold their names. The bodies of ``whole`` come at once."""
 
-    def __init__(self, room=10, seconds=60.0):
+    def __init__(self, room=10, seconds=60.0, whole=()):
         self.turns = Turns(room, seconds)
+        self.whole = whole
         self.began, self.refused, self._leave, self._tasks = [], [], {}, {}
 
     async def come(self, name, size, patience=60.0):
@@ -22,9 +23,12 @@ class Crowd:
         await asyncio.sleep(0.01)
 
     async def _request(self, name, size, patience):
-        async with self.turns.turn(size, patience) as has_come:
+        with self.turns.turn(size) as turn:
+            has_come = await turn.comes(patience)
             (self.began if has_come else self.refused).append(name)
             if has_come:
+                if name in self.whole:
+                    turn.whole()
                 await self._leave[name].wait()
 
     async def end(self, name):
@@ -78,6 +82,17 @@ def test_a_slow_one_keeps_others_waiting_for_no_longer_than_a_turn():
             await crowd.end("a")  # its turn was over long ago, which is no news
             await crowd.come("d", 9)
             assert crowd.began == ["a", "b", "c", "d"]
+
+    asyncio.run(scenario())
+
+
+def test_those_that_wait_for_the_disk_keep_their_turns():
+    async def scenario():
+        async with Crowd(room=10, seconds=0.1, whole="ab").all_of(("a", 9), ("b", 9), ("c", 9)) as crowd:
+            await asyncio.sleep(0.3)
+            assert crowd.began == ["a", "b"]
+            await crowd.end("a")
+            assert crowd.began == ["a", "b", "c"]
 
     asyncio.run(scenario())
 
