@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import threading
@@ -258,6 +259,10 @@ def test_whatever_keeps_the_buffer_from_starting_is_a_sentence(tmp_path, monkeyp
         monkeypatch.setenv("MEGATRON_SAO_TOKEN", TOKEN)
         with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use"):
             main(config, tmp_path, "127.0.0.1", port)
+    (tmp_path / "buffer").write_text("a file")
+    with pytest.raises(ConfigError, match=r"cannot use .*/buffer: .*File exists.*; look at the disk under it"):
+        main(config, tmp_path, port=0)
+    (tmp_path / "buffer").unlink()
     Store(tmp_path / "buffer", config, [], [], run_id="another").close()
     with pytest.raises(ConfigError, match="filled by the run 'another'"):
         main(config, tmp_path)
@@ -290,6 +295,16 @@ def test_sigterm_ends_it_within_seconds_although_clients_are_polling(buffer):
     assert time.monotonic() - start < 5
     thread.join(10)
     assert outcome == [None]
+
+
+def test_a_disk_that_takes_nothing_is_logged_once_and_counted(buffer):
+    buffer.client().register_trainer("test", 0)
+    more_than_the_log = 2**15
+    resource.prlimit(buffer.process.pid, resource.RLIMIT_FSIZE, (more_than_the_log, resource.RLIM_INFINITY))
+    for _ in range(3):
+        assert buffer.post("/v1/trainers", b'{"run_id": "test", "policy_version": 0}').status_code == 503
+    assert buffer.log().count("the index cannot be used: ") == 1
+    assert buffer.get("/v1/stats").json()["requests_put_off"] == 3
 
 
 def test_a_client_gives_up_on_an_absent_buffer_with_a_sentence():

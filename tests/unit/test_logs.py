@@ -34,3 +34,16 @@ def test_the_runs_token_and_the_wandb_key_are_never_written(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "key-456")
     text = line("Bearer tok-123, key-456 and tok-123", monkeypatch)
     assert text.endswith("Bearer <MEGATRON_SAO_TOKEN>, <WANDB_API_KEY> and <MEGATRON_SAO_TOKEN>")
+
+
+def test_what_is_said_again_and_again_is_logged_seldom():
+    records = []
+    log = logging.Logger("disk")
+    log.addHandler(handler := logging.Handler())
+    handler.emit = records.append
+    log.addFilter(logs.Seldom(10.0))
+    for second in range(31):
+        record = log.makeRecord("disk", logging.ERROR, "file.py", 1, f"full at {second}", (), None)
+        record.created = 1_800_000_000.0 + second
+        log.handle(record)
+    assert [record.getMessage() for record in records] == [f"full at {second}" for second in (0, 10, 20, 30)]

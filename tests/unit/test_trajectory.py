@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import msgpack
 import numpy as np
 import pytest
@@ -202,3 +205,10 @@ def test_recorded_batches_say_what_is_missing_or_broken(tmp_path):
     (tmp_path / "manifest.json").write_text('{"schema": 1}')
     with pytest.raises(BatchesError, match="not a manifest"):
         RecordedBatches(tmp_path)
+
+
+def test_the_docs_describe_every_field_of_the_wire_format():
+    text = (Path(__file__).parents[2] / "docs" / "buffer.md").read_text()
+    rows = text.split("| key | type | what it is |")[1].split("\n\n")[0].splitlines()
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")}
+    assert described | {"schema"} == set(msgpack.unpackb(make_trajectory().encode()))
