@@ -90,9 +90,7 @@ class Service:
         self._changed = asyncio.Event()
         self._submissions: asyncio.Queue[tuple[tuple[Trajectory, Record], asyncio.Future[str]]] = asyncio.Queue()
         self._closing = False
-        self.requests: Callable[[], dict[str, int]] = lambda: dict.fromkeys(
-            REQUEST_COUNTERS, 0
-        )  # of the guard in front
+        self.requests: Callable[[], dict[str, int]] = dict  # the guard's, once there is one
 
     async def stats(self) -> dict[str, Any]:
         return await self.call(self.store.stats) | self.requests()
@@ -330,9 +328,8 @@ def _add_observer_routes(app: FastAPI, service: Service) -> None:
         lines = []
         for name, value in (await service.stats()).items():
             if isinstance(value, int | float):
-                kind, metric = (
-                    ("counter", f"{name}_total") if name in (*COUNTERS, *REQUEST_COUNTERS) else ("gauge", name)
-                )
+                counts = name in COUNTERS + REQUEST_COUNTERS
+                kind, metric = ("counter", f"{name}_total") if counts else ("gauge", name)
                 lines += [f"# TYPE megatron_sao_buffer_{metric} {kind}", f"megatron_sao_buffer_{metric} {value}"]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
