@@ -1,13 +1,15 @@
 """Clients of the buffer: a synchronous one for the trainer, an asynchronous one for workers and sidecars.
 
-Every call is safe to repeat, so both retry what a restarting or full buffer answers (connection errors, 5xx,
-429) with exponential back-off until ``give_up_after`` seconds have passed. Any other refusal is a
-:class:`BufferError` at once.
+Every call is safe to repeat, so both do so, with exponential back-off: a buffer that is full (429) or whose disk is
+(503) is waited for without end; one that cannot be reached, or breaks (any other 5xx), for ``give_up_after`` seconds.
+Any other refusal is a :class:`BufferError` at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 import random
 import time
@@ -22,6 +24,11 @@ import httpx
 from megatron_sao.config import ConfigError
 from megatron_sao.data.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
+COME_AGAIN = (429, 503)  # the buffer is there, but has no room: only its trainer or its disk can tell for how long
+NOTICE_SECONDS = 60.0  # between two lines of the log about calls that wait
+
 
 class BufferError(RuntimeError):
     """The buffer refused a call. ``status`` is the HTTP status, ``message`` its sentence."""
@@ -33,7 +40,7 @@ class BufferError(RuntimeError):
 
 
 class BufferUnavailable(RuntimeError):
-    """The buffer could not be reached, or was full, for longer than the client waits."""
+    """The buffer could not be reached for longer than the client waits."""
 
 
 def buffer_address() -> tuple[str, str]:
@@ -103,29 +110,48 @@ class _Call:
         return arguments
 
 
-class _Retries:
-    """When to try a call again. A success ends it; :meth:`delay` is asked after every failure."""
+class _Notices:
+    """Says why calls wait: a line a minute, however many calls of a client wait for the same."""
 
-    def __init__(self, url: str, give_up_after: float) -> None:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._last = -math.inf
+
+    def waiting(self, since: float, problem: str) -> None:
+        now = time.monotonic()
+        if now - max(since, self._last) >= NOTICE_SECONDS:
+            self._last = now
+            log.warning("a call to the buffer at %s waits, for %.0f s so far: %s", self._url, now - since, problem)
+
+
+class _Retries:
+    """How long to wait before a call is tried again; asked after every failure. A success ends it."""
+
+    def __init__(self, url: str, give_up_after: float, notices: _Notices) -> None:
         self._url = url
         self._give_up_after = give_up_after
+        self._notices = notices
+        self._waiting_since: float | None = None
         self._failing_since: float | None = None  # a long-poll's own wait does not count
         self._pause = 0.1
 
-    def problem(self, response: httpx.Response) -> str | None:
-        """None for a success, the reason for a refusal worth retrying; raises BufferError for any other."""
-        if response.is_success:
-            return None
-        message = _message(response)
-        if response.status_code != 429 and response.status_code < 500:
-            raise BufferError(response.status_code, message)
+    def refused(self, response: httpx.Response) -> float:
+        """Seconds. Raises BufferError for a refusal that a repeat would only meet again."""
+        status, message = response.status_code, _message(response)
+        if status not in COME_AGAIN and status < 500:
+            raise BufferError(status, message)
+        problem = f"{status}: {message}"
+        if status not in COME_AGAIN or not self._give_up_after:
+            return self.failed(problem)
+        self._failing_since = None
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        self._notices.waiting(self._waiting_since, problem)
         retry_after = response.headers.get("Retry-After", "")
-        if retry_after.isdigit():
-            self._pause = max(self._pause, min(float(retry_after), 30.0))
-        return f"{response.status_code}: {message}"
+        return self._next_pause() + (min(float(retry_after), 30.0) if retry_after.isdigit() else 0.0)
 
-    def delay(self, problem: str) -> float:
-        """Seconds to wait before the next try. Raises BufferUnavailable when the time is up."""
+    def failed(self, problem: str) -> float:
+        """Seconds. Raises BufferUnavailable when the time is up."""
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
@@ -135,9 +161,12 @@ class _Retries:
                 f"the buffer at {self._url} has not served a call for {elapsed:.0f} s (last: {problem}); "
                 "see logs/buffer.log of the run, and check that the process runs and the URL is right"
             )
+        return min(self._next_pause(), self._give_up_after - elapsed)
+
+    def _next_pause(self) -> float:
         pause = self._pause * random.uniform(0.5, 1.0)  # spread clients that lost the server at the same instant
         self._pause = min(self._pause * 2, 5.0)
-        return min(pause, self._give_up_after - elapsed)
+        return pause
 
 
 def _message(response: httpx.Response) -> str:
@@ -174,7 +203,8 @@ class BufferClient:
         url: e.g. "http://127.0.0.1:8500".
         token: bearer token, MEGATRON_SAO_TOKEN.
         timeout: seconds per request, on top of a long-poll's own wait.
-        give_up_after: seconds of failing tries before BufferUnavailable.
+        give_up_after: seconds without an answer before BufferUnavailable; what a buffer that is full answers is one,
+            and is waited for however long. With 0 a call is tried once, whatever the answer.
 
     Every method raises BufferError for a refusal and BufferUnavailable when the buffer stays away.
     """
@@ -184,6 +214,7 @@ class BufferClient:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.give_up_after = give_up_after
+        self._notices = _Notices(self.url)
         self._http = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
 
     def register_trainer(self, run_id: str, policy_version: int) -> int:
@@ -257,17 +288,17 @@ class BufferClient:
         self._http.close()
 
     def _send(self, call: _Call) -> Any:
-        retries = _Retries(self.url, self.give_up_after)
+        retries = _Retries(self.url, self.give_up_after, self._notices)
         while True:
             try:
                 response = self._http.request(**call.request(self.timeout))
             except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
+                pause = retries.failed(f"{type(error).__name__}: {error}")
             else:
-                problem = retries.problem(response)
-                if problem is None:
+                if response.is_success:
                     return call.parse(response)
-            time.sleep(retries.delay(problem))
+                pause = retries.refused(response)
+            time.sleep(pause)
 
 
 class AsyncBufferClient:
@@ -277,6 +308,7 @@ class AsyncBufferClient:
         self.url = url.rstrip("/")
         self.timeout = timeout
         self.give_up_after = give_up_after
+        self._notices = _Notices(self.url)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"},
@@ -323,17 +355,17 @@ class AsyncBufferClient:
         await self._http.aclose()
 
     async def _send(self, call: _Call) -> Any:
-        retries = _Retries(self.url, self.give_up_after)
+        retries = _Retries(self.url, self.give_up_after, self._notices)
         while True:
             try:
                 response = await self._http.request(**call.request(self.timeout))
             except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
+                pause = retries.failed(f"{type(error).__name__}: {error}")
             else:
-                problem = retries.problem(response)
-                if problem is None:
+                if response.is_success:
                     return call.parse(response)
-            await asyncio.sleep(retries.delay(problem))
+                pause = retries.refused(response)
+            await asyncio.sleep(pause)
 
 
 def _nothing(response: httpx.Response) -> None:

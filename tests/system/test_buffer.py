@@ -119,19 +119,30 @@ def test_a_visit_is_not_granted_to_a_worker_that_has_gone(buffer):
 
 
 def test_a_worker_waits_out_a_full_buffer(tmp_path):
+    """However long it is full, and however soon the client would give up on an absent one."""
     size = len(make_trajectory().encode())
     buffer = Buffer(tmp_path, buffer={"max_stored_bytes": 3 * size})
     buffer.start()
     trainer = buffer.client()
     trainer.register_trainer("test", 0)
     serve_engine(buffer)
-    timer = threading.Timer(1.0, lambda: trainer.batch("rl", 0, 1, 2, 0, wait=5) and trainer.commit("rl", 1, 1))
-    timer.start()
-    start = time.monotonic()
-    assert play(buffer, 3) == ["accepted"] * 3
-    assert time.monotonic() - start > 0.9
-    timer.join()
-    buffer.kill()
+
+    async def scenario(client):
+        *leases, last = await client.lease("w", 3, 5.0)
+        assert [await client.submit(played(lease)) for lease in leases] == ["accepted"] * 2
+        client.give_up_after = 0.3
+        waiting = asyncio.create_task(client.submit(played(last)))
+        await asyncio.sleep(2.5)
+        assert not waiting.done()
+        assert await client.renew(last.visit_id, last.attempt) == 120
+        assert trainer.batch("rl", 0, 1, 2, 0, wait=5)
+        trainer.commit("rl", 1, 1)
+        assert await waiting == "accepted"
+        buffer.kill()
+        with pytest.raises(BufferUnavailable):
+            await client.submit(played(last))
+
+    on_async(buffer, scenario)
 
 
 def test_a_batch_long_poll_answers_as_soon_as_the_last_trajectory_is_in(buffer):

@@ -85,7 +85,8 @@ class FakeBuffer:
             )
             for i, prompt in enumerate(prompts)
         ]
-        self.submitted, self.released, self.lost = [], [], set()
+        self.submitted, self.released, self.renewed, self.lost = [], [], [], set()
+        self.full = False
         self.all_ended = asyncio.Event()
         self._open = len(prompts)
 
@@ -103,12 +104,15 @@ class FakeBuffer:
     async def renew(self, visit_id, attempt):
         if visit_id in self.lost:
             raise BufferError(409, "the lease is lost")
+        self.renewed.append(visit_id)
 
     async def release(self, visit_id, attempt, reason):
         self.released.append((visit_id, attempt, reason))
         self._end()
 
     async def submit(self, trajectory):
+        if self.full:
+            await asyncio.sleep(3600)
         self.submitted.append(trajectory)
         self._end()
         return "accepted"
@@ -223,6 +227,17 @@ def test_a_stopped_worker_gives_back_what_it_was_playing_and_a_lost_lease_ends_i
     buffer = work(settings, ["p", "p"], FakeEngine("a", hanging), during)
     assert not buffer.submitted
     assert buffer.released == [("1", 1, "the worker stopped")]
+
+
+def test_while_a_full_buffer_has_a_submission_wait_its_lease_is_renewed_and_a_stopped_worker_gives_it_back(tmp_path):
+    async def during(buffer):
+        buffer.full = True
+        await eventually(lambda: len(buffer.renewed) > 3)
+
+    settings = config(tmp_path, "OneTurn")
+    settings = settings.model_copy(update={"buffer": settings.buffer.model_copy(update={"lease_seconds": 0.3})})
+    buffer = work(settings, ["p"], FakeEngine("a", generated([4, 9])), during)
+    assert set(buffer.renewed) == {"0"} and buffer.released == [("0", 1, "the worker stopped")]
 
 
 class Closing(OneTurn):
