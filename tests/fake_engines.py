@@ -63,12 +63,16 @@ class FakeEngine:
 
 
 def with_engines(
-    engines: list[FakeEngine], use: Callable[..., Awaitable[Any]], max_retries: int = 2, **options: Any
+    engines: list[FakeEngine],
+    use: Callable[..., Awaitable[Any]],
+    max_retries: int = 2,
+    seconds: float = 20,
+    **options: Any,
 ) -> Any:
-    """Run ``use(client, registry)``; ``registry`` is the list the client sees."""
+    """Run ``use(client, registry)`` for ``seconds`` at most; ``registry`` is the list the client sees."""
 
     async def run() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(seconds):
             registry: list[EngineInfo] = []
             contexts = [engine.serving() for engine in engines]
             for context in contexts:

@@ -166,6 +166,29 @@ def test_a_turn_waits_while_no_engine_is_clean_and_unreachable_engines_cost_no_a
     assert with_engines([engine], use, max_retries=0).retries == 0
 
 
+def test_a_turn_that_takes_a_day_is_waited_for():
+    answered = asyncio.Event()
+
+    async def slow(body):
+        await answered.wait()
+        return generated([4, 9])(body)
+
+    async def use(client, _):
+        task = asyncio.create_task(turn(client))
+        await eventually(lambda: engine.bodies)
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + 24 * 3600  # every timeout that has been set so far is over
+        await asyncio.sleep(0.3)
+        assert not task.done() and not engine.aborted
+        answered.set()
+        return await task
+
+    engine = FakeEngine("a", slow)
+    answer = with_engines([engine], use, max_retries=0, seconds=48 * 3600)
+    assert (answer.token_ids, answer.retries, len(engine.bodies)) == ([4, 9], 0, 1)
+
+
 def test_an_answer_whose_parts_disagree_is_a_failed_attempt():
     def lying(body):
         meta = {"output_token_logprobs": [[-0.5, 4, None]], "weight_versions": [], "finish_reason": {"type": "stop"}}
@@ -175,6 +198,20 @@ def test_an_answer_whose_parts_disagree_is_a_failed_attempt():
         with_engines([FakeEngine("a", lying)], lambda client, _: turn(client), max_retries=0)
     with pytest.raises(EngineError, match="no tokens"):
         with_engines([FakeEngine("a", generated([]))], lambda client, _: turn(client), max_retries=0)
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [None, [], [[-0.5, 4, None]], [[-0.5, 4, None], [-0.5, 6, None]], [[-0.5, token, None] for token in (4, 5, 5)]],
+)
+@pytest.mark.parametrize("reason", ["stop", "abort"])
+def test_log_probabilities_that_are_missing_or_of_other_tokens_are_a_failed_attempt(logprobs, reason):
+    spans = [{"version": "1.0", "start": 0, "end": 2}]
+    meta = {"output_token_logprobs": logprobs, "weight_versions": spans, "finish_reason": {"type": reason}}
+    engine = FakeEngine("a", lambda body: web.json_response({"output_ids": [4, 5], "meta_info": meta}), generated([9]))
+    answer = with_engines([engine], lambda client, _: turn(client))
+    assert (answer.token_ids, answer.logprobs, answer.retries) == ([9], [-0.5], 1)
+    assert engine.bodies[1]["input_ids"] == [1, 2, 3]  # nothing of the answer was kept
 
 
 def test_a_refused_request_is_not_repeated():
@@ -204,6 +241,12 @@ def test_turns_of_new_episodes_spread_over_engines():
     assert max(len(engine.bodies) for engine in engines) <= 7  # 1.25 times the even share, rounded up
 
 
+@pytest.mark.parametrize("prefer", ["a", "b"])
+def test_a_turn_goes_to_the_engine_that_has_its_prefix_wherever_the_prompt_belongs(prefer):
+    engines = [FakeEngine("a", generated([9])), FakeEngine("b", generated([9]))]
+    assert with_engines(engines, lambda client, _: turn(client, prefer=prefer)).engine == prefer
+
+
 def placed(client: EngineClient, engines: list[EngineInfo], prompts: int = 200) -> dict[int, str]:
     return {prompt: client._place(engines, [prompt, 1, 2]).id for prompt in range(prompts)}
 
@@ -219,7 +262,8 @@ def test_every_worker_sends_a_prompt_to_the_same_engine_and_a_change_of_engines_
     assert placed(one, engines) == before  # the one that returns gets its own back
 
 
-def test_a_turn_on_an_engine_that_falls_sick_moves_to_another_within_seconds_and_is_aborted():
+@pytest.mark.parametrize("state", ["sick", "down", None])  # None: it has left the registry
+def test_a_turn_on_an_engine_that_falls_sick_moves_to_another_within_seconds_and_is_aborted(state):
     hung, sound = FakeEngine("a", hanging), FakeEngine("b", generated([4, 9]))
 
     async def use(client, registry):
@@ -228,7 +272,7 @@ def test_a_turn_on_an_engine_that_falls_sick_moves_to_another_within_seconds_and
         registry[0] = replace(registry[0], state="dirty")  # a push is under way: wait
         await asyncio.sleep(1.5)
         assert not task.done() and not sound.bodies
-        registry[0] = replace(registry[0], state="sick")
+        registry[:1] = [replace(registry[0], state=state)] if state else []
         async with asyncio.timeout(4):
             answer = await task
         await eventually(lambda: hung.aborted)

@@ -121,6 +121,29 @@ def test_the_sidecar_says_that_its_server_gives_no_tokens_unless_its_weights_are
     asyncio.run(run())
 
 
+def test_what_a_probe_found_while_an_update_came_in_between_is_not_believed(monkeypatch):
+    monkeypatch.setattr(health, "PROBE_SECONDS", 0.01)
+    probe = health.HealthProbe("http://engine", "token", 30)
+    probe.heed("clean")
+    believed = []  # at the beginning of each probe
+
+    async def ask(_) -> str:
+        believed.append(probe.sick)
+        if len(believed) == 1:
+            probe.heed("dirty")  # an update, from beginning to end
+            probe.heed("clean")
+        return "no token"
+
+    async def run() -> None:
+        probing = asyncio.create_task(probe.run())
+        await eventually(lambda: len(believed) == 3)
+        probing.cancel()
+
+    monkeypatch.setattr(probe, "_ask", ask)
+    asyncio.run(run())
+    assert believed == [None, None, "no token"]
+
+
 def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(make_sidecar):
     made, registry = make_sidecar("import sys; print('out of memory'); sys.exit(3)", max_restarts=2)
     with pytest.raises(ServerFailed, match=r"(?s)max_restarts = 2 .*exit code 3.*out of memory"):
