@@ -37,6 +37,11 @@ class EnvironmentBroken(RuntimeError):
     """Episode after episode failed in the environment or reward."""
 
 
+class _NeverActed(Exception):
+    """A limit of ``rollout`` ended the episode before the policy had acted: there is nothing to train on, but the
+    environment has done nothing wrong."""
+
+
 def main(config: RunConfig, run_dir: Path, worker_id: str) -> int:
     """Play episodes until SIGTERM. Returns the exit code; the last log lines say why it is not 0."""
     start_logging(worker_id)
@@ -97,16 +102,20 @@ class Player:
         self._raised: set[tuple[str, int | None]] = set()  # places whose traceback is in the log already
 
     async def play(self, task: Task, kind: str, epoch: int, attempt: int, group: str | None = None) -> Trajectory:
-        """One episode; with ``failure`` set if the environment failed it. Evaluation samples at temperature 1.
+        """One episode; with ``failure`` set if the environment failed it or the policy never acted, so that there is
+        nothing to train on. Evaluation samples at temperature 1.
 
         Raises:
             EngineError: the engines failed the episode; it says nothing about policy or environment.
-            EnvironmentBroken: this is the FAILURES_IN_A_ROW-th failure without a success in between.
+            EnvironmentBroken: this is the environment's FAILURES_IN_A_ROW-th failure without a success in between.
         """
         session = Session(self._engine, self._rollout, EVAL_SAMPLING if kind == "eval" else self._rollout.sampling)
-        failure = await self._episode(session, task)
+        try:
+            failure = await self._episode(session, task)
+            self._failures = self._failures + 1 if failure else 0
+        except _NeverActed as reason:  # neither a failure nor a success of the environment's
+            failure = f"the policy could not act: {reason}"
         failure = failure and failure[: TEXT_LIMITS["failure"]]
-        self._failures = self._failures + 1 if failure else 0
         if failure:
             log.warning("task %s failed: %s", task.id, failure)
         if self._failures >= FAILURES_IN_A_ROW:
@@ -125,14 +134,14 @@ class Player:
             await close()
 
     async def _episode(self, session: Session, task: Task) -> str | None:
-        """Returns why it failed, or None."""
+        """Returns why the environment failed it, or None. Raises _NeverActed, and EngineError as :meth:`play`."""
         try:
             async with asyncio.timeout(self._rollout.episode_timeout) as time_limit:
                 try:
                     await self._environment.run(session, task)
                 except BudgetExceeded as limit:
                     if not any(session.loss_mask):
-                        return f"the policy could not act: {limit}"
+                        raise _NeverActed(str(limit)) from limit
                     session.finish(truncated=True)
                 if not session.finished:
                     return "the environment returned without calling session.finish"
@@ -141,8 +150,8 @@ class Player:
                 if self._reward:
                     value = self._reward(task, self._transcript(session))
                     session.replace_rewards(await value if inspect.isawaitable(value) else value)
-        except (EngineError, BufferError, BufferUnavailable):
-            raise  # says nothing about the episode
+        except (EngineError, BufferError, BufferUnavailable, _NeverActed):
+            raise  # says nothing about the environment
         except EnvironmentFailure as error:
             return str(error) or "EnvironmentFailure"
         except TimeoutError as error:
@@ -163,6 +172,7 @@ class Player:
 
         Raises:
             EngineError: no engine could serve the turn.
+            _NeverActed: it was the policy's first.
         """
         limit = f"rollout.episode_timeout = {self._rollout.episode_timeout:g} s"
         if not session.generating:
@@ -170,7 +180,7 @@ class Player:
         if not self._engine.available:
             raise EngineError(f"no engine was clean when the episode's time was up ({limit})")
         if not any(session.loss_mask):
-            return f"the policy could not act: its first turn took longer than {limit}"
+            raise _NeverActed(f"its first turn was not over when the time was up ({limit})")
         session.finish(truncated=True)
         return None
 

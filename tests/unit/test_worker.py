@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from aiohttp import web
 
 from megatron_sao.buffer.client import BufferError, Lease
 from megatron_sao.config import RunConfig, parse_config
+from megatron_sao.data.trajectory import Trajectory
+from megatron_sao.rollout import worker as module
 from megatron_sao.rollout.environment import EnvironmentFailure
 from megatron_sao.rollout.worker import Player, Worker
 from tests.fake_engines import FakeEngine, generated, hanging, http_error, with_engines
@@ -31,7 +34,7 @@ def config(tmp_path: Path, environment: str, **rollout: Any) -> RunConfig:
 
 
 class OneTurn:
-    """Pays 1 for any action; prompts "crash" and "silent" misbehave."""
+    """Pays 1 for any action; the tasks named below misbehave."""
 
     cancelled: ClassVar[list[str]] = []  # ids of tasks
 
@@ -41,7 +44,7 @@ class OneTurn:
     async def run(self, session, task) -> None:
         if task.prompt == "crash":
             raise EnvironmentFailure("the sandbox is gone")
-        session.prompt([self.prompt])
+        session.prompt([self.prompt] * (5 if task.prompt == "long" else 1))
         if task.prompt == "silent":
             return
         if task.prompt == "slow tool":
@@ -174,7 +177,9 @@ def test_whose_time_was_up_decides_what_becomes_of_the_episode(tmp_path):
     assert ended["two turns"].failure is None and ended["two turns"].truncated
     assert ended["two turns"].validate(100, 10).token_ids.tolist() == [1, 4, 9]  # without the turn in flight
     silent = work(settings, ["p"], FakeEngine("a", hanging)).submitted[0]
-    assert silent.failure.startswith("the policy could not act")
+    assert silent.failure == (
+        "the policy could not act: its first turn was not over when the time was up (rollout.episode_timeout = 1 s)"
+    )
 
 
 def test_an_episode_that_ran_out_of_time_for_want_of_engines_goes_back(tmp_path):
@@ -202,6 +207,37 @@ def test_an_environment_that_only_fails_ends_the_worker(tmp_path):
     with pytest.raises(ExceptionGroup) as caught:
         with_engines([FakeEngine("a", generated([9]))], use)
     assert "100 episodes in a row failed" in str(caught.value.exceptions[0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("p", r"its first turn was not over .*episode_timeout = 0\.5 s"),
+        ("long", r"5 tokens .* exceed rollout\.max_tokens"),
+    ],
+)
+def test_a_policy_that_never_acted_is_a_failure_but_no_fault_of_the_environment(tmp_path, monkeypatch, prompt, reason):
+    monkeypatch.setattr(module, "FAILURES_IN_A_ROW", 3)
+    settings = config(tmp_path, "OneTurn", episode_timeout=0.5, max_tokens=4, concurrency=8)
+    prompts = ["crash", "crash", *[prompt] * 6]
+    buffer = work(settings, prompts, FakeEngine("a", hanging))  # asserts that the worker goes on
+    never_acted = [t for t in buffer.submitted if t.failure != "the sandbox is gone"]
+    assert len(never_acted) == 6
+    assert all(re.match(f"the policy could not act: {reason}", t.failure) for t in never_acted)
+    assert all(Trajectory.decode(t.encode()).validate(100, 10).num_action_tokens == 0 for t in never_acted)
+
+
+def test_episodes_in_which_the_policy_never_acted_do_not_hide_that_the_environment_only_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FAILURES_IN_A_ROW", 3)
+
+    async def use(client, _):
+        settings = config(tmp_path, "OneTurn", max_tokens=4)
+        buffer = FakeBuffer("crash", "long", "crash", "long", "crash", "p")
+        await Worker(settings, "w0", buffer, Player(settings, client, Digits())).run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        with_engines([FakeEngine("a", hanging)], use)
+    assert "3 episodes in a row failed" in str(caught.value.exceptions[0])
 
 
 def test_engines_that_fail_an_episode_give_the_visit_back(tmp_path):
