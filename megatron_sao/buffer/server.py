@@ -346,7 +346,8 @@ async def _malformed(_: Request, error: TrajectoryError) -> JSONResponse:
 
 async def _unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
     disk_log.error("%s", problem := f"the index cannot be used: {error}; look at the disk of the run directory")
-    return error_response(503, problem)
+    damaged = getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return error_response(500 if damaged else 503, problem)  # 503 is waited for
 
 
 async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:

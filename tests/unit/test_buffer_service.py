@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,3 +34,17 @@ def test_while_a_large_body_is_checked_the_loop_goes_on(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(server, "admit", admit)
     asyncio.run(submit_and_serve_others())
+
+
+@pytest.mark.parametrize(("content", "status"), [(b"no database" * 1000, 500), (b"", 503)])
+def test_an_index_that_is_damaged_is_not_waited_for_and_one_without_room_is(
+    tmp_path: Path, content: bytes, status: int
+) -> None:
+    (tmp_path / "index").write_bytes(content)
+    connection = sqlite3.connect(tmp_path / "index")
+    with pytest.raises(sqlite3.Error) as caught:
+        connection.execute("CREATE TABLE first(x)")
+        connection.execute("PRAGMA max_page_count=1")
+        connection.execute("CREATE TABLE second(x)")
+    answer = asyncio.run(server._unwritable(None, caught.value))
+    assert answer.status_code == status and b"the index cannot be used" in answer.body
