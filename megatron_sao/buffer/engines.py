@@ -16,7 +16,8 @@ HEARTBEAT_LIMIT = 15.0  # seconds without a heartbeat after which an engine is "
 
 class Engines:
     """States: dirty on registration; the trainer marks dirty, pushes, marks clean; down without heartbeats; sick while
-    its sidecar says so. Only a clean engine gets requests, and one that was down or sick comes back dirty.
+    its sidecar says so. Only a clean engine gets requests, and one that was down or sick comes back dirty: pushes pass
+    it by from the moment that it is listed so, and from then on it is dirty on the disk.
 
     Heartbeats are kept in memory: after a restart of the buffer every engine counts as just heard, and well.
     """
@@ -36,15 +37,15 @@ class Engines:
 
     def heartbeat(self, id: str, sick: str | None = None) -> dict[str, Any]:
         """``sick``: why the sidecar thinks that its server cannot serve, else None. Returns the engine as listed."""
-        self._known(id)
+        engine = self._known(id)
         if sick is not None and id not in self._sick:
             log.warning("engine %s is sick: %s", id, sick)
-            self._sick.add(id)
-        if self._age(id) > HEARTBEAT_LIMIT or (sick is None and id in self._sick):
+        if sick is not None or self._ailment(id) is not None:
+            self._passed_by(engine)
+        if sick is None:
             self._sick.discard(id)
-            # Pushes have passed it by while it was away, so what it holds may be old.
-            with self._db.transaction():
-                self._db.run("UPDATE engines SET state='dirty', version=NULL, pushing=0 WHERE id=?", id)
+        else:
+            self._sick.add(id)
         self._heard[id] = self._clock()
         return next(engine for engine in self.list() if engine["id"] == id)
 
@@ -57,11 +58,11 @@ class Engines:
             return
         if engine["state"] == "clean" and engine["version"] == version:
             return  # a repeated request
-        if engine["pushing"] != incarnation:
+        if self._ailment(id) is not None or engine["pushing"] != incarnation:
             raise StoreError(
                 409,
-                f"engine {id!r} was not marked dirty before this push, or has registered anew since: "
-                "mark it dirty and push again",
+                f"engine {id!r} was not marked dirty before this push, or has registered anew, been sick or been down "
+                "since: mark it dirty and push again",
             )
         with self._db.transaction():
             self._db.run("UPDATE engines SET state='clean', version=?, pushing=0 WHERE id=?", version, id)
@@ -72,10 +73,13 @@ class Engines:
 
     def list(self) -> list[dict[str, Any]]:
         engines = []
-        for row in self._db.rows("SELECT id, url, tp, state, version FROM engines ORDER BY id"):
-            age = self._age(row["id"])
-            state = "down" if age > HEARTBEAT_LIMIT else "sick" if row["id"] in self._sick else row["state"]
-            engines.append(dict(row) | {"heartbeat_age": age, "state": state})
+        for row in self._db.rows("SELECT * FROM engines ORDER BY id"):
+            ailment = self._ailment(row["id"])
+            if ailment is not None:
+                self._passed_by(row)
+            state, version = (row["state"], row["version"]) if ailment is None else (ailment, None)
+            listed = {"state": state, "version": version, "heartbeat_age": self._age(row["id"])}
+            engines.append({name: row[name] for name in ("id", "url", "tp")} | listed)
         return engines
 
     def clean_versions(self) -> set[str]:
@@ -86,6 +90,15 @@ class Engines:
         if engine is None:
             raise StoreError(404, f"no engine {id!r} is registered; register it first")
         return engine
+
+    def _ailment(self, id: str) -> str | None:
+        return "down" if self._age(id) > HEARTBEAT_LIMIT else "sick" if id in self._sick else None
+
+    def _passed_by(self, engine: Any) -> None:
+        """Pushes pass it by, so what it holds will be old. It is written once."""
+        if engine["state"] == "clean" or engine["pushing"]:
+            with self._db.transaction():
+                self._db.run("UPDATE engines SET state='dirty', version=NULL, pushing=0 WHERE id=?", engine["id"])
 
     def _age(self, id: str) -> float:
         return self._clock() - self._heard[id]

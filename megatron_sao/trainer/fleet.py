@@ -115,7 +115,7 @@ class EngineFleet:
         try:
             self._client.mark_engine(engine.id, "clean", self.version, self.incarnation)
         except BufferError as error:
-            # It registered anew while it was pushed to: another server process, without these weights.
+            # It registered anew while it was pushed to, as another server process without these weights, or is sick.
             log.warning("engine %s is not clean after its push: %s", engine.id, error)
 
 

@@ -280,3 +280,41 @@ def test_an_engine_without_heartbeats_is_down_and_comes_back_dirty(bench):
     assert bench.store.engines.heartbeat("e")["state"] == "dirty"
     refused(404, bench.store.engines.heartbeat, "unknown")
     refused(404, bench.store.mark_engine, "unknown", "dirty", None, 1)
+
+
+def test_an_engine_that_was_sick_or_down_is_dirty_after_a_restart_of_the_buffer(bench):
+    bench.train()
+    bench.store.engines.heartbeat("e", "no token within 5 s")
+    bench.reopen()
+    assert states(bench) == {"e": ("dirty", None)}
+    bench.push(1, "1.0")
+    bench.clock.now += 16
+    assert states(bench) == {"e": ("down", None)}, "a trainer that reads this passes it by"
+    bench.reopen()
+    assert states(bench) == {"e": ("dirty", None)}
+    bench.push(1, "1.0")
+    bench.reopen()
+    assert states(bench) == {"e": ("clean", "1.0")}
+
+
+def test_a_push_to_an_engine_that_falls_sick_or_down_leaves_it_dirty(bench):
+    """Else it would be clean after a restart of the buffer, with weights that later pushes have passed by."""
+    bench.train()
+    bench.store.engines.heartbeat("e", "no token within 5 s")
+    assert "been sick" in refused(409, bench.push, 1, "1.1")
+    bench.store.engines.heartbeat("e")
+    bench.push(1, "1.1")
+    bench.clock.now += 16
+    refused(409, bench.push, 1, "1.2")
+    bench.store.engines.heartbeat("e")
+    assert states(bench) == {"e": ("dirty", None)}
+
+
+def test_an_engine_that_stays_away_is_written_once(bench):
+    bench.train()
+    bench.clock.now += 16
+    states(bench)
+    written = bench.store._db._connection.total_changes
+    assert states(bench) == {"e": ("down", None)}
+    assert bench.lease() == []
+    assert bench.store._db._connection.total_changes == written
