@@ -251,6 +251,19 @@ def test_an_engine_is_dirty_until_a_push_and_dirty_again_for_a_new_trainer(bench
     assert bench.store.current_version() == "2.2"
 
 
+def test_an_engine_that_registers_is_dirty_until_a_push_that_began_afterwards(bench):
+    """Whatever its row said before: the server behind it has started anew."""
+    bench.store.register_trainer("test", 0)
+    for _ in range(2):
+        bench.store.engines.register("e", "http://e", 1)
+        assert states(bench) == {"e": ("dirty", None)}
+        assert bench.lease() == [] and bench.stat("engines_dirty") == 1
+        refused(409, bench.store.mark_engine, "e", "clean", "1.0", 1)
+        assert states(bench) == {"e": ("dirty", None)}
+        bench.push(1, "1.0")
+        assert states(bench) == {"e": ("clean", "1.0")}
+
+
 def test_an_engine_that_registered_anew_during_a_push_does_not_become_clean(bench):
     bench.train()
     bench.store.mark_engine("e", "dirty", None, 1)
