@@ -40,7 +40,7 @@ class Engines:
         engine = self._known(id)
         if sick is not None and id not in self._sick:
             log.warning("engine %s is sick: %s", id, sick)
-        if sick is not None or self._ailment(id) is not None:
+        if self._ailment(id) is not None:
             self._passed_by(engine)
         if sick is None:
             self._sick.discard(id)
