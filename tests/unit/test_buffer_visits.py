@@ -293,6 +293,9 @@ def test_an_engine_without_heartbeats_is_down_and_comes_back_dirty(bench):
     assert bench.store.engines.heartbeat("e")["state"] == "dirty"
     refused(404, bench.store.engines.heartbeat, "unknown")
     refused(404, bench.store.mark_engine, "unknown", "dirty", None, 1)
+    bench.push(1, "1.0")
+    bench.clock.now += 16
+    assert bench.store.engines.heartbeat("e")["state"] == "dirty", "though nobody saw that it was down"
 
 
 def test_an_engine_that_was_sick_or_down_is_dirty_after_a_restart_of_the_buffer(bench):
@@ -320,6 +323,12 @@ def test_a_push_to_an_engine_that_falls_sick_or_down_leaves_it_dirty(bench):
     bench.clock.now += 16
     refused(409, bench.push, 1, "1.2")
     bench.store.engines.heartbeat("e")
+    for sick, seconds in (("no token within 5 s", 0), (None, 16)):
+        bench.store.mark_engine("e", "dirty", None, 1)
+        bench.clock.now += seconds
+        bench.store.engines.heartbeat("e", sick)
+        bench.store.engines.heartbeat("e")
+        refused(409, bench.store.mark_engine, "e", "clean", "1.3", 1)  # it is well again, and may have restarted
     assert states(bench) == {"e": ("dirty", None)}
 
 
