@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megatron_sao.buffer import database, segments, server
+from megatron_sao.buffer import database, segments, server, store
 from megatron_sao.buffer.client import AsyncBufferClient, BufferClient
 from megatron_sao.buffer.guard import Guard
 from megatron_sao.config import dump_config, load_config
@@ -32,8 +32,8 @@ PROCESSES.set_forkserver_preload(["tests.system.buffer_process"])
 class Buffer:
     """A buffer process over one run directory, started, killed and started again."""
 
-    def __init__(self, directory, config=None, patience=30.0, **sections):
-        self.directory, self.patience = directory, patience
+    def __init__(self, directory, config=None, patience=30.0, roll_bytes=64 * 2**20, **sections):
+        self.directory, self.patience, self.roll_bytes = directory, patience, roll_bytes
         (directory / "config.json").write_text('{"vocab_size": 7}')
         (directory / "run_id").write_text("test\n")
         for name in ("train", "eval"):
@@ -45,7 +45,8 @@ class Buffer:
     def start(self, die_at=None):
         """Start it and wait until it serves. With ``die_at`` it kills itself at that one of its steps (see
         :func:`doom`), perhaps before it serves."""
-        self.process = PROCESSES.Process(target=serve, args=(self.directory, self.patience, die_at), daemon=True)
+        arguments = (self.directory, self.patience, self.roll_bytes, die_at)
+        self.process = PROCESSES.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -85,13 +86,14 @@ class Buffer:
         return httpx.post(self.url + path, content=content, headers=headers, trust_env=False)
 
 
-def serve(directory: Path, patience: float, die_at: int | None) -> None:
-    """The process itself. ``patience`` is the guard's."""
+def serve(directory: Path, patience: float, roll_bytes: int, die_at: int | None) -> None:
+    """The process itself. ``patience`` is the guard's, ``roll_bytes`` the segments'."""
     log = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ["MEGATRON_SAO_TOKEN"] = TOKEN
     server.Guard = partial(Guard, patience=patience)
+    store.Segments = partial(segments.Segments, roll_bytes=roll_bytes)
     if die_at is not None:
         doom(die_at)
     server.main(load_config(directory / "run.yaml"), directory)
