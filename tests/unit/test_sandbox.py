@@ -78,6 +78,12 @@ def test_an_endless_loop_ends_at_the_limit_also_if_it_ignores_signals():
         assert (result.outcome, result.output) == ("timeout", "[stopped after 1 s]")
 
 
+def test_cpu_time_ends_it_at_the_limit_too(monkeypatch):
+    monkeypatch.setattr(sandbox, "GRACE", 5.0)
+    result = run("while True: 0", Limits(seconds=1.0))
+    assert (result.outcome, result.output) == ("timeout", "[stopped after 1 s]")
+
+
 def test_ten_gigabytes_are_refused():
     assert run("x = bytearray(10 * 2**30)").output.splitlines()[-1] == "MemoryError"
 

@@ -86,7 +86,8 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
         timed_out = True
     finally:
         watch.cancel()
-        _kill(process.pid)
+        if process.returncode is None:  # else its number may be another's by now
+            _kill(process.pid)
         while await process.stdout.read(65536):  # wait() returns only once the pipe has been emptied
             pass
         await process.wait()

@@ -85,8 +85,9 @@ def main() -> None:
 
 def _limit(seconds: float, memory: int, file_size: int) -> None:
     cpu = int(seconds) + 1
+    # SIGXCPU says why it ends. SIGKILL, for code that ignores it, comes later than the caller's: both at once is a race
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 2))
     for which, limit in (
-        (resource.RLIMIT_CPU, cpu),
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, file_size),
         (resource.RLIMIT_NOFILE, 64),
