@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import textwrap
 import time
 from pathlib import Path
 
@@ -59,6 +61,148 @@ def test_what_it_may_not_do_is_refused_and_said(code):
     result = run(code)
     assert result.outcome == "error"
     assert result.output.splitlines()[-1].startswith(("PermissionError", "ValueError: not allowed to raise maximum"))
+
+
+# Statements on ``outside``, a file of this user's that it may read (as ``fd``): Landlock alone lets them pass.
+ON_FILES = [
+    "os.chmod(outside, 0o600)",
+    "os.fchmod(fd, 0o600)",
+    "os.chmod(outside, 0o600, dir_fd=0)",
+    "call(452, 452, -100, outside.encode(), 0o600, 0)  # fchmodat2",
+    "os.chown(outside, os.getuid(), -1)",
+    "os.lchown(outside, os.getuid(), -1)",
+    "os.fchown(fd, os.getuid(), -1)",
+    "os.utime(outside, (1, 1))",
+    "os.utime(fd)",
+    "call(132, 88, outside.encode(), None, 0, 0)  # utime; utimensat",
+    "call(235, 88, outside.encode(), None, 0, 0)  # utimes",
+    "call(261, 88, -100, outside.encode(), None, 0)  # futimesat",
+    "os.setxattr(outside, 'user.a', b'1')",
+    "os.setxattr(fd, 'user.a', b'1')",
+    "os.setxattr(outside, 'user.a', b'1', follow_symlinks=False)",
+    "os.removexattr(outside, 'user.a')",
+    "os.removexattr(fd, 'user.a')",
+    "call(463, 463, -100, outside.encode(), 0, b'user.a', 0, 0)  # setxattrat",
+    "fcntl.ioctl(fd, 0x40086602, bytes(8))  # FS_IOC_SETFLAGS, what chattr does",
+    "fcntl.ioctl(fd, 0x401C5820, bytes(28))  # FS_IOC_FSSETXATTR",
+    "fcntl.flock(fd, fcntl.LOCK_EX)",
+    "fcntl.lockf(fd, fcntl.LOCK_SH)",
+    "fcntl.fcntl(fd, 37, struct.pack('hhqqi', 0, 0, 0, 0, 0))  # F_OFD_SETLK",
+    "fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "fcntl.fcntl(os.open(os.path.dirname(outside), 0), fcntl.F_NOTIFY, 1)",
+    "os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)",
+    "mmap.mmap(fd, 0, prot=mmap.PROT_READ).madvise(21)  # MADV_PAGEOUT",
+    "os.truncate(outside, 0)",
+    "os.open(outside, os.O_RDONLY | os.O_TRUNC)",
+    "os.open('/etc/passwd', 3)",
+    "os.mknod('disk', 0o60600, os.makedev(7, 0))",
+    "os.mkdir('hidden', 0o300)",
+    "call(95, 166, 0o777)  # umask",
+    "os.posix_fallocate(os.open('a', os.O_CREAT | os.O_WRONLY), 0, 4096)",
+]
+ON_THE_PARENT = [
+    "os.sched_setaffinity(parent, os.sched_getaffinity(parent))",
+    "os.setpriority(os.PRIO_PROCESS, parent, 0)",
+    "os.setpriority(os.PRIO_USER, os.getuid(), 0)",
+    "call(142, 118, parent, struct.pack('i', 0))  # sched_setparam",
+    "call(144, 119, parent, 0, struct.pack('i', 0))  # sched_setscheduler",
+    "call(314, 274, parent, struct.pack('IIQiIQQQ', 48, 0, 0, 0, 0, 0, 0, 0), 0)  # sched_setattr",
+    "call(251, 30, 1, parent, 2 << 13 | 4)  # ioprio_set",
+    "resource.prlimit(parent, resource.RLIMIT_NOFILE)",
+    "call(157, 167, 62, 1, parent, 0, 0)  # prctl(PR_SCHED_CORE)",
+    "call(157, 167, 4, 1)  # prctl(PR_SET_DUMPABLE)",
+    "call(109, 154, parent, 0)  # setpgid",
+    "call(256, 238, parent, 0, None, None)  # migrate_pages",
+    "call(279, 239, parent, 0, None, None, None, 0)  # move_pages",
+    "call(274, 100, parent, bytes(8), bytes(8))  # get_robust_list",
+    "call(312, 272, parent, parent, 0, 0, 1)  # kcmp",
+    "call(101, 117, 0x4206, parent, 0, 0)  # ptrace",
+    "call(310, 270, parent, None, 0, None, 0, 0)  # process_vm_readv",
+    "call(311, 271, parent, None, 0, None, 0, 0)  # process_vm_writev",
+    "os.pidfd_open(parent)",
+    "call(438, 438, 0, 0, 0)  # pidfd_getfd",
+    "call(424, 424, 0, 0, None, 0)  # pidfd_send_signal",
+    "call(440, 440, 0, None, 0, 21, 0)  # process_madvise",
+    "call(448, 448, 0, 0)  # process_mrelease",
+    "os.kill(parent, 0)",
+    "os.killpg(os.getpgid(parent), 0)",
+    "call(200, 130, parent, 0)  # tkill",
+    "call(234, 131, parent, parent, 0)  # tgkill",
+    "call(129, 138, parent, 10, bytes(128))  # rt_sigqueueinfo",
+    "call(297, 240, parent, parent, 10, bytes(128))  # rt_tgsigqueueinfo",
+    "fcntl.fcntl(pipe, fcntl.F_SETOWN, parent)",
+    "fcntl.fcntl(pipe, 15, struct.pack('ii', 1, parent))  # F_SETOWN_EX",
+    "fcntl.fcntl(pipe, 10, signal.SIGUSR1)  # F_SETSIG",
+    "fcntl.ioctl(pipe, 0x8901, struct.pack('i', parent))  # FIOSETOWN",
+    "fcntl.ioctl(pipe, 0x8902, struct.pack('i', parent))  # SIOCSPGRP",
+    "fcntl.ioctl(pipe, 0x5452, struct.pack('i', 1))  # FIOASYNC",
+]
+BEFORE = """
+import ctypes, fcntl, mmap, os, resource, signal, struct
+libc, parent, pipe = ctypes.CDLL(None, use_errno=True), os.getppid(), os.pipe()[0]
+
+def call(x86_64, aarch64, *arguments):
+    if libc.syscall(x86_64 if os.uname().machine == "x86_64" else aarch64, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+"""
+
+
+@pytest.mark.parametrize("statement", ON_FILES + ON_THE_PARENT)
+def test_neither_a_file_outside_nor_another_process_feels_it(statement, tmp_path, monkeypatch):
+    outside = tmp_path / "site-packages" / "outside"
+    outside.parent.mkdir()
+    outside.write_text("x")
+    monkeypatch.syspath_prepend(outside.parent)
+    before = outside.stat().st_ctime_ns
+    result = run(f"{BEFORE}outside = {str(outside)!r}\nfd = os.open(outside, os.O_RDONLY)\n{statement}")
+    refusals = ("PermissionError: [Errno 1]", "OSError: [Errno 38]")  # not permitted; a call newer than the list
+    assert result.output.splitlines()[-1].startswith(refusals)
+    assert (outside.read_text(), outside.stat().st_ctime_ns) == ("x", before)
+
+
+def test_root_too_has_no_capability_but_to_pass_over_modes():
+    async def status():
+        task = asyncio.create_task(run_python("import time; time.sleep(60)", Limits(seconds=60)))
+        while True:
+            await asyncio.sleep(0.05)
+            for child in psutil.Process().children():
+                text = Path(f"/proc/{child.pid}/status").read_text()
+                if "\nSeccomp:\t2" in text:
+                    task.cancel()
+                    await asyncio.wait([task])
+                    return text
+
+    held = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(\w+)$", asyncio.run(status()), re.MULTILINE)
+    assert len(held) == 4 and all(int(bits, 16) & ~0b110 == 0 for bits in held)
+
+
+def test_copies_temporary_files_threads_and_alarms_work():
+    code = """
+        import mmap, pathlib, shutil, signal, tempfile, threading
+        pathlib.Path("a/b").mkdir(parents=True)
+        pathlib.Path("a/c").write_text("text")
+        pathlib.Path("a/c").touch()
+        for copy in (shutil.copy, shutil.copy2, shutil.copyfile):
+            print(pathlib.Path(copy("a/c", copy.__name__)).read_text())
+        shutil.move(shutil.copytree("a", "d"), "e")
+        shutil.make_archive("f", "gztar", "e")
+        shutil.unpack_archive("f.tar.gz", "g", filter="data")
+        with tempfile.TemporaryDirectory(dir=".") as directory, tempfile.TemporaryFile(dir=directory) as file:
+            file.write(pathlib.Path("g/c").read_bytes())
+            file.truncate(4096)
+            with mmap.mmap(file.fileno(), 0) as memory:
+                print(memory[:4])
+        signal.signal(signal.SIGALRM, lambda *_: print("alarm"))
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        threads = [threading.Thread(target=print, args=["thread"]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        signal.pause()
+    """
+    result = run(textwrap.dedent(code))
+    assert (result.output.split(), result.outcome) == (["text"] * 3 + ["b'text'"] + ["thread"] * 2 + ["alarm"], "ok")
 
 
 def test_a_write_outside_its_directory_is_refused_and_inside_it_is_gone_afterwards(tmp_path):
