@@ -244,6 +244,13 @@ def test_files_without_end_are_refused_and_many_of_them_end_it():
     assert run(many, Limits(seconds=20.0, disk_bytes=2**24)).outcome == "killed"
 
 
+def test_a_tree_too_deep_to_look_through_ends_it_and_is_gone_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = "import os, time\nfor _ in range(3000): os.mkdir('ab'); os.chdir('ab')\nopen('a', 'w')\ntime.sleep(60)"
+    assert run(deep, Limits(seconds=20.0)).outcome == "killed"
+    assert not list(tmp_path.iterdir())
+
+
 def test_secrets_of_the_worker_are_out_of_reach(monkeypatch):
     monkeypatch.setenv("MEGATRON_SAO_TOKEN", "the-secret")
     assert "the-secret" not in run("import os; print(dict(os.environ))").output

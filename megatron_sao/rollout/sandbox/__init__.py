@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import math
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,7 +32,8 @@ class Limits:
         memory_bytes: of address space.
         output_bytes: of stdout and stderr together; the rest is cut off.
         file_bytes: of one file it writes.
-        disk_bytes: of all files it writes, looked at ten times a second.
+        disk_bytes: of all files in its directory, looked at ten times a second; not seen are those that it removed and
+            keeps open, at most 64.
     """
 
     seconds: float = 10.0
@@ -55,11 +57,12 @@ async def run_python(code: str, limits: Limits = Limits()) -> Result:
     Raises:
         SandboxUnavailable: seccomp or Landlock is missing here, so that it was not run.
     """
-    directory = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    top = Path(tempfile.mkdtemp(prefix="sandbox-"))
+    (top / "0").mkdir()
     try:
-        return await _run(code, directory, limits)
+        return await _run(code, top / "0", limits)
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        await asyncio.to_thread(_remove, top)  # a second for thousands of directories
 
 
 async def _run(code: str, directory: Path, limits: Limits) -> Result:
@@ -72,7 +75,7 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
     )  # fmt: skip
     timed_out = False
     output = bytearray()
-    watch = asyncio.create_task(_watch_disk(process.pid, directory, limits.disk_bytes))
+    watch = asyncio.create_task(_watch_disk(process, directory, limits.disk_bytes))
     try:
         async with asyncio.timeout(limits.seconds + GRACE):
             process.stdin.write(code.encode(errors="surrogatepass"))
@@ -86,8 +89,7 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
         timed_out = True
     finally:
         watch.cancel()
-        if process.returncode is None:  # else its number may be another's by now
-            _kill(process.pid)
+        _kill(process)
         while await process.stdout.read(65536):  # wait() returns only once the pipe has been emptied
             pass
         await process.wait()
@@ -103,21 +105,54 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
     return Result(text, "ok" if process.returncode == 0 else "error")
 
 
-async def _watch_disk(pid: int, directory: Path, most: int) -> None:
-    """Kill the process once what lies in its directory exceeds the limit; an empty file counts as 4096 bytes."""
+async def _watch_disk(process: asyncio.subprocess.Process, directory: Path, most: int) -> None:
+    """Kill the process once what lies in its directory exceeds the limit."""
     while True:
         await asyncio.sleep(0.1)
-        used = 0
-        for path in directory.rglob("*"):
-            with contextlib.suppress(OSError):
-                used += max(4096, path.lstat().st_size)
-        if used > most:
-            _kill(pid)
+        if await asyncio.to_thread(_used, directory) > most:
+            _kill(process)
 
 
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+def _used(directory: Path) -> float:
+    """The bytes of its files; an empty one counts as 4096, what cannot be looked at (nested too deep) as too many."""
+    used = 0.0
+
+    def unseen(error: OSError) -> None:
+        nonlocal used
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # gone since it was listed
+            used = math.inf
+
+    for parent, directories, files in os.walk(directory, onerror=unseen):
+        for name in directories + files:
+            try:
+                used += max(4096, os.lstat(os.path.join(parent, name)).st_size)
+            except OSError as error:
+                unseen(error)
+    return used
+
+
+def _remove(top: Path) -> None:
+    """Remove ``top`` and the tree ``0`` in it, of any depth: what is in a directory is moved up before it goes."""
+    count = 1
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            if number == count:
+                break
+            with os.scandir(top / str(number)) as entries:
+                for entry in list(entries):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.rename(entry.path, top / str(count))
+                        count += 1
+                    else:
+                        os.unlink(entry.path)
+            (top / str(number)).rmdir()
+        top.rmdir()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:  # else its number may be another's by now
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _import_paths() -> list[Path]:
