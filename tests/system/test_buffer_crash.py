@@ -109,6 +109,7 @@ class Load:
             if entries is None:
                 continue
             ids = [entry.id for entry in entries]
+            assert len(ids) == BATCH, f"the batch of step {step} holds {len(ids)}"
             assert self.served.setdefault(step, ids) == ids, f"step {step} was served two batches"
             for id in ids:
                 assert self._trainer.trajectory(id).token_ids.tolist() == self.submitted[id]
