@@ -78,10 +78,13 @@ class Model:
         if visit.state == "leased" and visit.attempt == attempt:
             self.give_back(visit)
             self.counts["leases_released"] += 1
+        states = {trajectory.state for trajectory in self.trajectories.values() if trajectory.visit == number}
+        return 409 if visit.state == "done" and states == {"forgotten"} else 200
 
     def submit(self, id, number, attempt, versions, failed):
         visit = self.visits[number]
-        if id in self.trajectories or visit.state == "done":
+        known = self.trajectories.get(id)
+        if visit.state == "done" or (known and known.state != "forgotten"):
             self.counts["trajectories_duplicate"] += 1
             return "duplicate"
         if visit.state == "aside":
@@ -91,6 +94,7 @@ class Model:
             visit.state = "done"
         elif visit.state == "leased" and visit.attempt == attempt:
             self.give_back(visit)
+        self.trajectories.pop(id, None)  # a forgotten one that comes again is the newest
         self.trajectories[id] = Stored(number, versions, "failed" if failed else "stored")
         self.counts["trajectories_failed" if failed else "train_trajectories_accepted"] += 1
         return "dropped" if failed else "accepted"
@@ -264,9 +268,9 @@ class AnyHistory(RuleBasedStateMachine):
         self.did[expected] += 1
 
     def release(self, lease):
-        path = f"/v1/tasks/{lease['visit_id']}/release"
-        self.post(path, {"attempt": lease["attempt"], "reason": "enough"})
-        self.model.release(int(lease["visit_id"]), lease["attempt"])
+        url = f"{self.buffer.url}/v1/tasks/{lease['visit_id']}/release"
+        response = self.http.post(url, json={"attempt": lease["attempt"], "reason": "enough"})
+        assert response.status_code == self.model.release(int(lease["visit_id"]), lease["attempt"]), response.text
 
     def ask_for_a_batch(self):
         entries = self.trainer.batch("rl", self.step, self.incarnation, BATCH, self.step, wait=0)
