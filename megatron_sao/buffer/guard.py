@@ -6,26 +6,22 @@ import asyncio
 import hmac
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
-import h11
 import uvicorn
 from fastapi.responses import JSONResponse
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_sao.buffer.body import LARGE, InPlace, Pieces
+from megatron_sao.buffer.connection import CONNECTION, ImpatientProtocol
 from megatron_sao.buffer.turns import Turn, Turns
 from megatron_sao.config import ConfigError
 
 JSON_BODY_LIMIT = 64 * 2**10  # bytes; only a trajectory is larger
-AHEAD_LIMIT = 64 * 2**10  # bytes that may follow a request before it is answered
 TURN_ROOM = 32 * 2**20  # bytes of large bodies that are dealt with at the same time
 TURN_SECONDS = 0.25  # after which a large body that is not whole no longer keeps others waiting
 TRAJECTORIES = "/v1/trajectories"
-_CONNECTION = "megatron_sao.connection"  # key of a scope: the protocol object that the request came through
 PUT_OFF = frozenset({429, 503})  # the answers that say: come again
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -117,7 +113,7 @@ class Guard:
         def let_go() -> None:
             self._held -= body.end()
             if turn is not None:
-                turn.end()
+                self._turns.end(turn)
 
         async def answer(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -127,7 +123,7 @@ class Guard:
         try:
             refusal = await self._read(scope["path"], body, receive)
             if turn is not None:
-                turn.whole()
+                self._turns.whole(turn)
             if refusal is None:
                 await self._app(scope, _replay(body, receive), answer)
             else:
@@ -138,7 +134,7 @@ class Guard:
             let_go()
 
     def _incoming(self, scope: dict[str, Any]) -> Pieces | InPlace:
-        connection = scope.get(_CONNECTION)
+        connection = scope.get(CONNECTION)
         if connection is None or scope["path"] != TRAJECTORIES:
             return Pieces()
 
@@ -234,7 +230,7 @@ class GuardedServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 guard,
-                http=_impatient_protocol(guard),
+                http=ImpatientProtocol,
                 ws="none",
                 log_config=None,  # its lines go where ours do
                 log_level="warning",
@@ -249,94 +245,3 @@ class GuardedServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._guard.stop()
         await super().shutdown(sockets)
-
-
-def _impatient_protocol(guard: Guard) -> type[H11Protocol]:
-    """uvicorn's HTTP protocol, but a connection that takes longer than ``guard.patience`` to send the head of a
-    request, its first or a later one, or to read an answer, is closed, and so is one that sends more than AHEAD_LIMIT
-    behind a request that is being served. uvicorn itself would wait for ever, and take in whatever follows a
-    long-poll."""
-
-    class ImpatientProtocol(H11Protocol):
-        _closing: asyncio.TimerHandle | None = None  # if no head comes
-        _giving_up: asyncio.TimerHandle | None = None  # if the answer is not read
-        _ahead = 0  # bytes since the request that is being served was complete
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            serving = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
-            self._ahead = self._ahead + len(data) if serving else 0
-            if self._ahead > AHEAD_LIMIT:
-                self.send_400_response("More requests were sent than answered.")
-                return
-            super().data_received(data)
-            self._watch()
-
-        def handle_events(self) -> None:
-            super().handle_events()
-            if self.scope is not None:
-                self.scope[_CONNECTION] = self  # the application runs after this, and the guard takes it from there
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.trailing_data[0]:  # the begin of another head came before
-                self._watch()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            seconds = guard.patience + self.transport.get_write_buffer_size() / guard.min_rate
-            self._giving_up = self.loop.call_later(seconds, self._give_up)
-
-        def resume_writing(self) -> None:
-            self._giving_up.cancel()
-            super().resume_writing()
-
-        def _give_up(self) -> None:
-            guard.refused += 1
-            # With a reset: what is written already would stay in the kernel's memory.
-            connection = self.transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.transport.abort()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_watching()
-            if self._giving_up is not None:
-                self._giving_up.cancel()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            """What follows a valid head is no HTTP: its request may be in the application's hands already."""
-            guard.refused += 1
-            cycle = self.cycle
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-                if cycle.response_started:
-                    self.transport.close()
-                    return
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                super().send_400_response(msg)
-            else:
-                self.transport.close()  # the request it belongs to has been answered
-
-        def _watch(self) -> None:
-            """Bytes that complete no head do not buy more time."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_watching()  # a request is being served; how long its body may take is the guard's matter
-            elif self._closing is None:
-                self._closing = self.loop.call_later(guard.patience, self._close)
-
-        def _stop_watching(self) -> None:
-            if self._closing is not None:
-                self._closing.cancel()
-                self._closing = None
-
-        def _close(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                guard.refused += 1
-                self.transport.close()
-
-    return ImpatientProtocol

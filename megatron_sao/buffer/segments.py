@@ -136,7 +136,8 @@ class Segments:
         failed fsync the kernel may have dropped what a second one would confirm."""
         self.close()
         with suppress(OSError):  # the rest stays, unreferenced, until a commit
-            for later in [number for number in self._sizes if number > segment or (number == segment and not size)]:
+            last = segment if size else segment - 1
+            for later in [number for number in self._sizes if number > last]:
                 self._path(later).unlink(missing_ok=True)
                 del self._sizes[later]
             if self._sizes.get(segment, 0) > size:

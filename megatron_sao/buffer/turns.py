@@ -25,7 +25,7 @@ class Turns:
     @contextmanager
     def turn(self, size: int) -> Iterator[Turn]:
         """Stand in line with ``size`` bytes."""
-        turn = Turn(self, size)
+        turn = Turn(size)
         self._waiting[turn] = None
         self._begin_some()
         try:
@@ -34,12 +34,14 @@ class Turns:
             self.end(turn)
 
     def end(self, turn: Turn) -> None:
+        """Its body is not needed any longer. Again: nothing."""
         self._waiting.pop(turn, None)
         if timer := self._begun.pop(turn, None):
             timer.cancel()
         self._begin_some()
 
     def whole(self, turn: Turn) -> None:
+        """All of its body is there."""
         if timer := self._begun.get(turn):
             timer.cancel()
 
@@ -56,8 +58,7 @@ class Turns:
 class Turn:
     """One request's."""
 
-    def __init__(self, turns: Turns, size: int) -> None:
-        self._turns = turns
+    def __init__(self, size: int) -> None:
         self.size = size
         self.begun = asyncio.Event()
 
@@ -68,11 +69,3 @@ class Turn:
                 return await self.begun.wait()
         except TimeoutError:
             return False
-
-    def whole(self) -> None:
-        """All of the body is there."""
-        self._turns.whole(self)
-
-    def end(self) -> None:
-        """The body is not needed any longer. Again: nothing."""
-        self._turns.end(self)

@@ -28,7 +28,7 @@ class Crowd:
             (self.began if has_come else self.refused).append(name)
             if has_come:
                 if name in self.whole:
-                    turn.whole()
+                    self.turns.whole(turn)
                 await self._leave[name].wait()
 
     async def end(self, name):

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_sao.buffer import guard as guard_module
 from megatron_sao.buffer.body import LARGE
+from megatron_sao.buffer.connection import CONNECTION
 from megatron_sao.buffer.guard import Guard
 
 MOST = 2 * LARGE
@@ -66,7 +67,7 @@ def test_without_memory_for_a_body_it_is_put_off(monkeypatch):
             statuses.append(message.get("status"))
 
         monkeypatch.setattr(guard_module.InPlace, "begin", begin)
-        await guard(scope() | {guard_module._CONNECTION: object()}, None, read)
+        await guard(scope() | {CONNECTION: object()}, None, read)
         monkeypatch.undo()
         await request(guard, read)
         return statuses, guard.put_off

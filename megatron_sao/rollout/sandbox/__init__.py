@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import os
 import signal
@@ -133,11 +132,9 @@ def _used(directory: Path) -> float:
 
 def _remove(top: Path) -> None:
     """Remove ``top`` and the tree ``0`` in it, of any depth: what is in a directory is moved up before it goes."""
-    count = 1
+    number, count = 0, 1
     with contextlib.suppress(OSError):
-        for number in itertools.count():
-            if number == count:
-                break
+        while number < count:
             with os.scandir(top / str(number)) as entries:
                 for entry in list(entries):
                     if entry.is_dir(follow_symlinks=False):
@@ -146,6 +143,7 @@ def _remove(top: Path) -> None:
                     else:
                         os.unlink(entry.path)
             (top / str(number)).rmdir()
+            number += 1
         top.rmdir()
 
 
