@@ -43,7 +43,7 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
             f"{dist.get_world_size()} ranks were started, but parallel.world_size = {parallel.world_size}; "
             "start as many or set it"
         )
-    parallel_state.destroy_model_parallel()
+    _end_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -55,6 +55,17 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _end_groups() -> None:
+    """End what :func:`set_layout` made. Megatron forgets most of its groups without ending them, and with gloo each
+    has three threads that wake a hundred times a second."""
+    groups = parallel_state._global_process_group_list or [None]  # the first stands for the world
+    if len(groups) > 1:
+        dist.barrier()  # no rank still waits in one of them
+    for group in groups[1:]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def stop_runtime() -> None:

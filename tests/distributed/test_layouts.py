@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,21 @@ def test_metrics_and_gradient_and_change_of_every_parameter_equal_those_of_a_sin
         except AssertionError as difference:
             wrong[layout, kind] = str(difference)
     assert not wrong
+
+
+def test_a_change_of_layout_leaves_no_threads_of_the_old_one() -> None:
+    changes = """
+        import os
+        from megatron_sao.config import ModelConfig, ParallelConfig
+        from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+
+        start_runtime(ModelConfig(path="unused"), ParallelConfig(), seed=0, deterministic=True)
+        for _ in range(3):
+            print(len(os.listdir("/proc/self/task")))
+            set_layout(ParallelConfig(), seed=0)
+        stop_runtime()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(changes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    first, *later = map(int, done.stdout.split())
+    assert later == [first, first]

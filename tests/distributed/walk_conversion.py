@@ -17,10 +17,11 @@ from megatron_sao.models.backend import Backend
 from megatron_sao.models.build import build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
 from megatron_sao.trainer.checkpoint import Checkpoints, Position
-from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter, save_hf
 from tests import tiny_models
 from tests.conversion import write_bfloat16_with_mtp, write_fp8
+from tests.distributed.change_layout import change_layout
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llama_tied": tiny_models.write_llama,
@@ -78,10 +79,10 @@ def main(models: Path, out: Path) -> None:
             if backend is None:
                 backend = start_runtime(ModelConfig(path=models), parallel, seed=0, deterministic=True)
             else:
-                set_layout(parallel, seed=0)
+                change_layout(parallel)
             convert(models / name, out / f"{name}-{layout}", parallel, SHARD_BYTES)
     for name, saved, loaded in TRAINED:
-        set_layout(parallel_config(name, loaded), seed=0)
+        change_layout(parallel_config(name, loaded))
         save_from_trainer(models, out, name, saved, loaded, backend)
     stop_runtime()
 

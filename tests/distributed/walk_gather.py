@@ -17,11 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_sao.distributed import all_gather_json
 from megatron_sao.models.build import build_critic, build_policy
 from megatron_sao.models.hf import read_hf_model, transformer_config
-from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter
 from megatron_sao.weights.gather import Gatherer, collect_weights, trainer_layout
 from megatron_sao.weights.load import load_hf_weights
 from megatron_sao.weights.reshard import build_plan, spread_sources
+from tests.distributed.change_layout import change_layout
 from tests.distributed.offline import offline_config
 
 BUCKET_BYTES = 40_000
@@ -55,7 +56,7 @@ def main(models: dict[str, Path], out: Path) -> None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
             check_small_values()
         else:
-            set_layout(config.parallel, config.seed)
+            change_layout(config.parallel, config.seed)
         model = read_hf_model(models[model_name])
         megatron = transformer_config(model, config.model, config.parallel)
         policy = build_policy(model, megatron, "native")

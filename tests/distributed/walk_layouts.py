@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_sao.data.trajectory import Trajectory
 from megatron_sao.models.backend import Backend
-from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from tests.distributed.change_layout import change_layout
 from tests.distributed.gradients import (
     SGD,
     SMOOTH_ADAM,
@@ -123,7 +124,7 @@ def main(model: Path, out: Path, part: str) -> None:
         if backend is None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
         else:
-            set_layout(config.parallel, config.seed)
+            change_layout(config.parallel, config.seed)
         sections = {"parallel": parallel, "model": config.model.model_dump(mode="json")}
         result = kind.take(model, out / f"{layout}-{name}", backend, **sections)
         if dist.get_rank() == 0:

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from megatron_sao.config import ModelConfig, ParallelConfig
 from megatron_sao.models import attention
 from megatron_sao.models.backend import Backend
-from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
 from megatron_sao.weights.export import HFExporter
+from tests.distributed.change_layout import change_layout
 from tests.distributed.gradients import SGD, mixed_batch, step_and_change
 from tests.distributed.parity import VARIANTS, build, logits
 
@@ -50,7 +51,7 @@ def main(models: Path, out: Path) -> None:
     attention.QUERIES = 4  # so that sparse attention goes through sequences in several blocks
     backend = start_runtime(ModelConfig(path="unused"), ParallelConfig(world_size=2), 0, deterministic=True)
     for layout, name in walks():
-        set_layout(LAYOUTS[layout], seed=0)
+        change_layout(LAYOUTS[layout])
         model, config, chunks = build(models / name, LAYOUTS[layout])
         result = logits(model, chunks, LAYOUTS[layout], backend.device)
         if dist.get_rank() == 1:  # the last pipeline stage, or one of two equals
@@ -60,7 +61,7 @@ def main(models: Path, out: Path) -> None:
             save_file(weights, out / f"{layout}-{name}.safetensors")
     for name, layouts in STEPS.items():
         for layout in layouts:
-            set_layout(LAYOUTS[layout], seed=0)
+            change_layout(LAYOUTS[layout])
             step(models / name, LAYOUTS[layout], out / f"{layout}-{name}-step", backend)
     stop_runtime()
 

@@ -41,7 +41,8 @@ def step(model: Path, directory: Path) -> None:
     from megatron_sao.trainer.loop import sao_step
     from megatron_sao.trainer.main import Run
     from megatron_sao.trainer.metrics import Stopwatch
-    from megatron_sao.trainer.runtime import set_layout, start_runtime
+    from megatron_sao.trainer.runtime import start_runtime
+    from tests.distributed.change_layout import change_layout
     from tests.distributed.gradients import mixed_batch, trainables
 
     first = case_config(model, next(iter(CASES)))
@@ -51,7 +52,7 @@ def step(model: Path, directory: Path) -> None:
     measured = {}
     for index, case in enumerate(CASES):
         config = case_config(model, case)
-        set_layout(config.parallel, seed=0)
+        change_layout(config.parallel)
         stage = Run(config, directory / str(index), batches, backend)._rl_stage(0)
         metrics = sao_step(stage, 0, mixed_batch(), Stopwatch())
         measured[case] = {"metrics": metrics}

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron_sao.models.backend import Backend
 from megatron_sao.trainer.loop import Stage, run_rl
 from megatron_sao.trainer.main import Run
-from megatron_sao.trainer.runtime import set_layout, start_runtime, stop_runtime
+from megatron_sao.trainer.runtime import start_runtime, stop_runtime
+from tests.distributed.change_layout import change_layout
 from tests.distributed.gradients import Result, weight_changes
 from tests.distributed.offline import offline_config, read_metrics
 
@@ -105,7 +106,7 @@ def main(model: Path, batches: Path, out: Path) -> None:
         if backend is None:
             backend = start_runtime(config.model, config.parallel, config.seed, deterministic=True)
         else:
-            set_layout(config.parallel, config.seed)
+            change_layout(config.parallel, config.seed)
         return backend
 
     for saved in dict.fromkeys(saved for saved, _ in RESHARDED + TO_ONE_RANK if saved != "single"):
