@@ -59,7 +59,7 @@ def set_layout(parallel: ParallelConfig, seed: int) -> None:
 
 def _end_groups() -> None:
     """End what :func:`set_layout` made. Megatron forgets most of its groups without ending them, and with gloo each
-    has three threads that wake a hundred times a second."""
+    has three threads, of which one wakes a hundred times a second."""
     groups = parallel_state._global_process_group_list or [None]  # the first stands for the world
     if len(groups) > 1:
         dist.barrier()  # no rank still waits in one of them
