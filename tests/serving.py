@@ -19,7 +19,7 @@ from megatron_sao.rollout.sglang_backend import sglang_command, wait_until_servi
 
 CHARACTERS = "_0123456789+-*()=<>;A.E"  # 23; "_" is the padding
 CONTEXT = 256
-TOKEN = "token-of-the-test-session"
+TOKEN = "-token-of-the-test-session"  # every 64th that a run draws begins with "-"
 
 
 @dataclass(frozen=True)

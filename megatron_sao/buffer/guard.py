@@ -216,10 +216,12 @@ def _replay(body: Pieces | InPlace, receive: Receive) -> Receive:
 
 
 def token_of(server: str) -> str:
-    """The token that every client of ``server`` must have. Raises ConfigError: there is none."""
+    """The token that every client of ``server`` must have. Raises ConfigError: there is none, or no header holds it."""
     token = os.environ.get("MEGATRON_SAO_TOKEN", "")
     if not token:
         raise ConfigError(f"MEGATRON_SAO_TOKEN is not set: {server} serves nobody without a token; set it to a secret")
+    if not all("!" <= character <= "~" for character in token):
+        raise ConfigError("MEGATRON_SAO_TOKEN has characters that no HTTP header carries; use ASCII without spaces")
     return token
 
 

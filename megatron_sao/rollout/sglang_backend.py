@@ -104,7 +104,10 @@ def _flag(name: str, value: Any) -> list[str]:
         return []
     if value is True:
         return [flag]
-    return [flag, *map(str, value)] if isinstance(value, list) else [flag, str(value)]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    # a value that begins with "-" would be taken for a flag of its own; SGLang knows `--config` by the bare word alone
+    return [f"{flag}={value}"] if str(value).startswith("-") else [flag, str(value)]
 
 
 async def wait_until_serving(server: SupervisedProcess, url: str, token: str, version: str, timeout: float) -> None:

@@ -54,7 +54,8 @@ def main() -> None:
     load_plugins()
     code = 0
     try:
-        run_server(prepare_server_args([*sys.argv[1:], "--api-key", token, "--admin-api-key", token]))
+        # with "=", or a token that begins with "-" would be taken for a flag
+        run_server(prepare_server_args([*sys.argv[1:], f"--api-key={token}", f"--admin-api-key={token}"]))
     except BaseException as error:
         code = 1
         if not isinstance(error, SystemExit):  # uvicorn's, which has said why

@@ -280,6 +280,9 @@ def test_whatever_keeps_the_buffer_from_starting_is_a_sentence(tmp_path, monkeyp
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"gives no vocab_size"):
         main(config, tmp_path)
+    monkeypatch.setenv("MEGATRON_SAO_TOKEN", "two words")
+    with pytest.raises(ConfigError, match="MEGATRON_SAO_TOKEN has characters that no HTTP header carries; use ASCII"):
+        main(config, tmp_path)
     monkeypatch.delenv("MEGATRON_SAO_TOKEN")
     with pytest.raises(ConfigError, match="MEGATRON_SAO_TOKEN is not set"):
         main(config, tmp_path)

@@ -184,12 +184,14 @@ def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
 
 def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_SAO_TOKEN", "secret-token")
-    flags = {"mem_fraction_static": 0.5, "sleep_on_idle": False, "lora_paths": ["a", "b"], "enable_metrics": True}
+    flags = {"mem_fraction_static": 0.5, "sleep_on_idle": False, "lora_paths": ["a", "b"]}
+    flags |= {"chat_template": "-a.jinja", "enable_metrics": True}
     settings = run_config(tmp_path, engine={"sglang": flags})
     argv, env = sglang_command(settings, 1234, tmp_path, "0.0")
     line = " ".join(argv)
     assert "--mem-fraction-static 0.5" in line and line.count("--mem-fraction-static") == 1
     assert "--sleep-on-idle" not in line and "--lora-paths a b" in line and line.endswith("--enable-metrics")
+    assert "--chat-template=-a.jinja" in argv  # else it would be a flag of its own
     assert "--device cpu" in line and "cpu_stub" in env["PYTHONPATH"] and "secret-token" not in line
     on_gpu = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
     argv, env = sglang_command(on_gpu, 1234, tmp_path, "0.0")
