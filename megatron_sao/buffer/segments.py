@@ -22,6 +22,7 @@ import xxhash
 
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"SAO2"
+_MAX_PARTS = 1024  # of one write, IOV_MAX of Linux
 _BLOCK = 4096  # bytes; addresses, offsets and lengths of direct I/O are multiples of it
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Segments:
         self._file: int | None = None
         self._direct: int | None = None  # the same file, past the page cache; None if the file system cannot
         self._takes_direct = True
+        self._unwritten: list[memoryview] = []  # the last bytes of the active segment, in order
+        self._unwritten_direct = False  # whether they go past the page cache
         self._next = max(self._sizes, default=0) + 1
 
     @property
@@ -96,38 +99,46 @@ class Segments:
             raise
 
     def append(self, record: Record) -> tuple[int, int]:
-        """Write a record; inside :meth:`appending`. Returns (segment, offset). Raises OSError."""
+        """Give a record its place; inside :meth:`appending`, which writes it. Returns (segment, offset). Raises
+        OSError."""
         if self._active is not None and self._sizes[self._active] > self._roll_bytes:
             self._sync()
             self.close()
         if self._active is None:
             self._open()
-        return self._active, self._write(record)
-
-    def _write(self, record: Record) -> int:
-        """Returns where in the active segment."""
         header = _HEADER.pack(_MAGIC, len(record.payload), record.checksum)
-        offset, file = self._sizes[self._active], self._file
-        parts = [memoryview(header), memoryview(record.payload)]
-        if record.frame is not None and self._direct is not None:
-            offset, file = _whole_blocks(offset), self._direct
+        offset, end = self._sizes[self._active], self._sizes[self._active]
+        direct = record.frame is not None and self._direct is not None
+        if direct:
+            offset = _whole_blocks(end)
             record.frame.memory[: len(header)] = header
-            parts = [record.frame.memory]
-        end = offset
-        while parts:  # all in one call: after each the thread waits for the interpreter's lock
-            written = os.pwritev(file, parts, end)
+        if self._unwritten and (direct, offset) != (self._unwritten_direct, end):
+            self._write()
+        self._unwritten_direct = direct
+        self._unwritten += [record.frame.memory] if direct else [memoryview(header), memoryview(record.payload)]
+        self._sizes[self._active] = offset + (len(record.frame.memory) if direct else len(header) + len(record.payload))
+        return self._active, offset
+
+    def _write(self) -> None:
+        """What has its place in the active segment, all in one call: after each, the thread would wait for the
+        interpreter's lock again."""
+        parts, self._unwritten = self._unwritten, []
+        offset = self._sizes[self._active] - sum(map(len, parts))
+        file = self._direct if self._unwritten_direct else self._file
+        while parts:
+            written = os.pwritev(file, parts[:_MAX_PARTS], offset)
             if written == 0:
                 raise OSError(errno.EIO, "the disk takes no more bytes, and gives no reason")
-            end += written
-            self._sizes[self._active] = end
+            offset += written
             while parts and written >= len(parts[0]):
                 written -= len(parts.pop(0))
             if written:
                 parts[0] = parts[0][written:]
-            file = self._file  # what is left need not be whole blocks
-        return offset
+                file = self._file  # what is left need not be whole blocks
 
     def _sync(self) -> None:
+        if self._unwritten:
+            self._write()
         if self._file is not None:
             os.fsync(self._file)
 
@@ -172,6 +183,7 @@ class Segments:
             if file is not None:
                 os.close(file)
         self._file = self._direct = self._active = None
+        self._unwritten = []
 
     def _open(self) -> None:
         path = self._path(self._next)

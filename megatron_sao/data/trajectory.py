@@ -276,9 +276,10 @@ class Trajectory:
 
     def encode(self) -> bytes:
         """The wire format. Raises TrajectoryError for an array of another dtype (never cast silently)."""
-        message: dict[str, Any] = {"schema": SCHEMA} | {name: getattr(self, name) for name in _SCALARS}
-        for name, dtype in _ARRAYS.items():
+        message: dict[str, Any] = {"schema": SCHEMA}
+        for name, dtype in _ARRAYS.items():  # first, so that a reader soon knows that little else is left
             message[name] = _raw(name, getattr(self, name), dtype)
+        message |= {name: getattr(self, name) for name in _SCALARS}
         message["versions"] = [list(span) for span in self.versions]
         message["turns"] = [list(span) for span in self.turns]
         message["support"] = None if self.support is None else [_raw("support", part, "<i4") for part in self.support]
@@ -338,6 +339,8 @@ def _is_loose(data: bytes | memoryview) -> bool:
     if num_fields > MAX_ENTRIES:
         return True  # no trajectory
     for _ in range(2 * num_fields):  # names are values like any other
+        if loose + len(view) - position <= MAX_LOOSE_BYTES:
+            return False
         values = 1
         if view[position : position + 1] in _PAIR_OR_TRIPLE:
             values, position = view[position] & 0x0F, position + 1

@@ -116,11 +116,10 @@ def doom(die_at: int) -> None:
 
     def pwritev(file, parts, offset):
         if dies():
-            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-                half = parts[0][: len(parts[0]) // 2 // 4096 * 4096]
-            else:
-                half = (data := b"".join(parts))[: len(data) // 2]
-            assert os.pwrite(file, half, offset) == len(half)
+            whole, torn = parts[: len(parts) // 2], parts[len(parts) // 2]
+            block = 4096 if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT else 1
+            half = [*whole, torn[: len(torn) // 2 // block * block]]
+            assert os.pwritev(file, half, offset) == sum(map(len, half))
             os.kill(os.getpid(), signal.SIGKILL)
         return os.pwritev(file, parts, offset)
 

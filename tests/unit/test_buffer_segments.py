@@ -67,7 +67,7 @@ def test_a_framed_record_lies_between_others_in_blocks_of_its_own(tmp_path, leng
     assert not any(content[places[1][1] + 16 + length : places[2][1]])  # no other request's memory in the gap
 
 
-def test_a_framed_record_goes_past_the_page_cache(tmp_path, monkeypatch):
+def test_framed_records_go_past_the_page_cache_and_neighbours_of_a_kind_in_one_write(tmp_path, monkeypatch):
     flags = []
 
     def pwritev(file, parts, offset):
@@ -77,9 +77,11 @@ def test_a_framed_record_goes_past_the_page_cache(tmp_path, monkeypatch):
     original = os.pwritev
     monkeypatch.setattr("megatron_sao.buffer.segments.os.pwritev", pwritev)
     segments = Segments(tmp_path)
-    for record in (Record.of(b"small"), framed(b"large"), Record.of(b"small")):
-        segments.append(record)
-    assert flags == [0, direct_io_of(tmp_path), 0]
+    payloads = [b"small", b"large" * 1000, b"larger" * 2000, *(b"small %d" % number for number in range(600))]
+    with segments.appending():
+        places = [segments.append(framed(p) if p.startswith(b"large") else Record.of(p)) for p in payloads]
+    assert flags == [0, direct_io_of(tmp_path), 0, 0]  # Linux takes 1,024 pieces at a time, of which a record has two
+    assert [segments.read(*place) for place in places] == payloads
 
 
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
