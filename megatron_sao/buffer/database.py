@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,6 +60,7 @@ class Database:
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path, timeout=2.0, isolation_level=None, check_same_thread=False)
         self._connection.row_factory = sqlite3.Row
+        self._counted: Counter[str] = Counter()  # in the open transaction
         try:
             # Exclusive before WAL: the lock is then held for the life of the process, and no shared-memory file,
             # which a network file system could not share, is used.
@@ -96,8 +98,15 @@ class Database:
             yield
             return
         self._connection.execute("BEGIN IMMEDIATE")
+        self._counted.clear()
         try:
             yield
+            for name, amount in self._counted.items():
+                self.run(
+                    "INSERT INTO counters VALUES(?, ?) ON CONFLICT(name) DO UPDATE SET value=value+excluded.value",
+                    name,
+                    amount,
+                )
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:  # some errors (disk full) roll back by themselves
@@ -124,10 +133,9 @@ class Database:
     def set(self, key: str, value: Any) -> None:
         self.run("INSERT OR REPLACE INTO meta VALUES(?, ?)", key, json.dumps(value))
 
-    def count(self, name: str, amount: int = 1) -> None:
-        self.run(
-            "INSERT INTO counters VALUES(?, ?) ON CONFLICT(name) DO UPDATE SET value=value+excluded.value", name, amount
-        )
+    def count(self, name: str) -> None:
+        """Inside a transaction, which writes it at its end: those of many trajectories are one statement."""
+        self._counted[name] += 1
 
     def counters(self) -> dict[str, int]:
         return {row["name"]: row["value"] for row in self.rows("SELECT * FROM counters")}

@@ -165,7 +165,8 @@ class Store:
             self._check_room(sum(len(record.payload) for _, record in items))
             # The segments end first: what the index may come to name is never taken back.
             with self._db.transaction(), self._segments.appending():
-                return [self._submit_one(trajectory, record) for trajectory, record in items]
+                ruling = self.incarnation()
+                return [self._submit_one(trajectory, record, ruling) for trajectory, record in items]
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "free some disk space" if full else "look at the disk of the run directory"
@@ -179,11 +180,11 @@ class Store:
                 errno.ENOSPC, f"the last {RESERVED_BYTES >> 20} MiB of the disk are kept for the buffer's index"
             )
 
-    def _submit_one(self, trajectory: Trajectory, record: Record) -> str | StoreError:
-        refusal = self._refusal(trajectory)
+    def _submit_one(self, trajectory: Trajectory, record: Record, ruling: int) -> str | StoreError:
+        visit = self.visits.find(trajectory.kind, trajectory.epoch, trajectory.task_id)
+        refusal = self._refusal(trajectory, visit, ruling)
         if refusal is not None:
             return refusal
-        visit = self.visits.find(trajectory.kind, trajectory.epoch, trajectory.task_id)
         holder = self._db.scalar("SELECT visit FROM trajectories WHERE id=?", trajectory.id)
         if holder is not None and (visit is None or holder != visit["id"]):
             return StoreError(
@@ -253,14 +254,14 @@ class Store:
             self._db.scalar("SELECT 1 FROM batches WHERE (stage, step)=(?, ?)", *requested[:2]) is None
         )
 
-    def _refusal(self, trajectory: Trajectory) -> StoreError | None:
+    def _refusal(self, trajectory: Trajectory, visit: Row | None, ruling: int) -> StoreError | None:
         if trajectory.run_id != self.run_id:
             return StoreError(422, f"run_id: {trajectory.run_id!r} is not this buffer's run {self.run_id!r}")
-        ruling = self.incarnation()
         for index, (version, _, _) in enumerate(trajectory.versions):
             if parse_version(version)[0] > ruling:
                 return StoreError(422, f"versions[{index}]: {version!r} names an incarnation not issued yet ({ruling})")
-        if trajectory.kind == "train" and not self.visits.entered(trajectory.epoch, trajectory.task_id):
+        entered = visit is not None or self.visits.entered(trajectory.epoch, trajectory.task_id)
+        if trajectory.kind == "train" and not entered:
             return StoreError(
                 422,
                 f"task_id: task {trajectory.task_id!r} has not been leased in epoch {trajectory.epoch}; submit "
