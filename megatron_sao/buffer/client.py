@@ -138,7 +138,7 @@ class _Retries:
     def refused(self, response: httpx.Response) -> float:
         """Seconds. Raises BufferError for a refusal that a repeat would only meet again."""
         status, message = response.status_code, _message(response)
-        if status not in COME_AGAIN and status < 500:
+        if status not in (*COME_AGAIN, 408) and status < 500:  # 408: the body took too long on its way
             raise BufferError(status, message)
         problem = f"{status}: {message}"
         if status not in COME_AGAIN or not self._give_up_after:

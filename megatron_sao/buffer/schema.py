@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_sao.data.trajectory import VERSION
+from megatron_sao.data.trajectory import VERSION, is_addressable
 
 Stage = Literal["sft", "value", "rl"]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -14,6 +14,12 @@ Wait = Annotated[float, Field(ge=0, le=600, description="seconds the answer may 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Version = Annotated[str, Field(pattern=f"^{VERSION.pattern}$")]
 PageSize = Annotated[int, Field(ge=1, le=1000)]
+
+
+def _addressable(id: str) -> str:
+    if not is_addressable(id):
+        raise ValueError("no URL can name it; use printable characters, and not '.' or '..'")
+    return id
 
 
 class Body(BaseModel):
@@ -49,7 +55,7 @@ class EvaluationBody(IncarnationBody):
 
 
 class EngineBody(Body):
-    id: Name
+    id: Annotated[Name, AfterValidator(_addressable)]
     url: Name
     tp: Annotated[int, Field(ge=1, le=2**20)]
 

@@ -73,7 +73,8 @@ class Segments:
         self._directory = directory
         self._roll_bytes = roll_bytes
         directory.mkdir(parents=True, exist_ok=True)
-        self._sizes = {int(path.stem): path.stat().st_size for path in directory.glob("*.seg")}
+        ours = [path for path in directory.glob("*.seg") if path.stem.isdecimal()]
+        self._sizes = {int(path.stem): path.stat().st_size for path in ours}
         self._active: int | None = None
         self._file: int | None = None
         self._direct: int | None = None  # the same file, past the page cache; None if the file system cannot

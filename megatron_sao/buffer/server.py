@@ -400,7 +400,7 @@ def main(config: RunConfig, run_dir: Path, host: str | None = None, port: int | 
     token = token_of("the buffer")
     vocab_size = _vocab_size(config.model.path)
     host = config.buffer.host if host is None else host
-    listener = _listen(host, config.buffer.port if port is None else port, run_dir / "buffer.json")
+    listener = listen(host, config.buffer.port if port is None else port, run_dir / "buffer.json")
     try:
         eval_tasks = load_tasks(config.data.eval) if config.data.eval else []
         store = Store(
@@ -440,10 +440,11 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _listen(host: str, port: int, last: Path) -> socket.socket:
+def listen(host: str, port: int, last: Path) -> socket.socket:
     wanted = [port]
-    if port == 0 and last.exists():
-        wanted = [int(json.loads(last.read_text())["url"].rpartition(":")[2]), 0]
+    if port == 0:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # none yet, or one that a power cut left empty
+            wanted = [int(json.loads(last.read_text())["url"].rpartition(":")[2]), 0]
     for candidate in wanted:
         try:
             return reserve_port(host, candidate)

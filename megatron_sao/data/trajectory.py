@@ -72,6 +72,11 @@ class Support(NamedTuple):
         return out
 
 
+def is_addressable(id: str) -> bool:
+    """Whether a URL's path can name it: clients resolve dots, and a route's match ends at a line break."""
+    return id.isprintable() and id not in (".", "..")
+
+
 def parse_version(version: str) -> tuple[int, int]:
     """``"incarnation.n"`` as two ints. Raises TrajectoryError."""
     match = VERSION.fullmatch(version)
@@ -161,6 +166,8 @@ class Trajectory:
         for name in ("id", "run_id", "task_id"):
             if not getattr(self, name):
                 raise TrajectoryError(f"{name}: is empty")
+        if not is_addressable(self.id):
+            raise TrajectoryError(f"id: no URL can name {self.id!r}; use printable characters, and not '.' or '..'")
         for name in ("epoch", "attempt"):
             if not 0 <= getattr(self, name) < 2**62:
                 raise TrajectoryError(f"{name}: {getattr(self, name)} is outside [0, 2^62)")
@@ -179,6 +186,8 @@ class Trajectory:
         for name, limit in TEXT_LIMITS.items():
             if len(getattr(self, name) or "") > limit:
                 raise TrajectoryError(f"{name}: has {len(getattr(self, name))} characters; the limit is {limit}")
+        if self.failure == "":
+            raise TrajectoryError("failure: is empty; null says that there was none")
         for name in ("sampling", "metrics"):
             entries = getattr(self, name)
             if len(entries) > MAX_ENTRIES:

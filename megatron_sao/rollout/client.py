@@ -325,11 +325,14 @@ class EngineClient:
         try:
             async with self._http.post(f"{engine.url}/generate", json=body) as response:
                 if response.status == 400:
-                    raise RequestRefused(f"engine {engine.id} refused a request: {(await response.text())[:500]}")
+                    raise RequestRefused(f"engine {engine.id} refused a request: {await _beginning(response)}")
                 if response.status != 200:
-                    raise _AttemptFailed(f"answered HTTP {response.status}: {(await response.text())[:500]}")
+                    raise _AttemptFailed(f"answered HTTP {response.status}: {await _beginning(response)}")
                 answer = await response.json()
-                generation = _parse(answer, engine.id, truncated)
+                try:
+                    generation = _parse(answer, engine.id, truncated)
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise _AttemptFailed(f"answered in another form ({error!r}): {answer!r:.200}") from error
                 if len(generation.token_ids) > parameters["max_new_tokens"]:
                     raise _AttemptFailed(f"answered {len(generation.token_ids)} tokens, more than it was asked for")
                 if self._share_by_version and generation.versions and generation.versions[0][0] != engine.version:
@@ -343,8 +346,12 @@ class EngineClient:
                 return generation
         except aiohttp.ClientConnectorError as error:
             raise _AttemptFailed(f"cannot be reached: {error}", counts=False) from error
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise _AttemptFailed(f"broke off: {type(error).__name__}: {error}") from error
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> str:
+    return (await response.text(errors="replace"))[:500]
 
 
 def _sampling_params(sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: Sequence[int]) -> dict[str, Any]:

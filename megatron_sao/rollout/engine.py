@@ -15,11 +15,13 @@ from megatron_sao.buffer.client import AsyncBufferClient, BufferError, BufferUna
 from megatron_sao.config import ConfigError, RunConfig
 from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import SupervisedProcess
-from megatron_sao.logs import start_logging
+from megatron_sao.logs import Seldom, start_logging
 from megatron_sao.rollout.health import HealthProbe
 from megatron_sao.rollout.sglang_backend import ServerFailed, sglang_command, wait_until_serving
 
 log = logging.getLogger(__name__)
+copy_log = logging.getLogger(f"{__name__}.copy")  # five times a second
+copy_log.addFilter(Seldom(60.0))
 
 INITIAL_VERSION = "0.0"  # the weights of model.path, before any push
 HEARTBEAT_SECONDS = 3.0  # the registry calls an engine down after 15 without one
@@ -83,7 +85,10 @@ class Sidecar:
         shared = settings.directory or self._run_dir / "weights"
         copy = LocalCopy(shared, self.id, (settings.local_directory or shared / "copies") / self.id)
         while True:
-            await asyncio.to_thread(copy.advance)
+            try:
+                await asyncio.to_thread(copy.advance)
+            except (OSError, ValueError) as error:  # of a shared file system, which may be well again
+                copy_log.warning("%s could not look after its copy of the weights: %s", self.id, error)
             await asyncio.sleep(WATCH_SECONDS)
 
     async def _serve_once(self) -> None:
@@ -124,6 +129,8 @@ class Sidecar:
         while True:
             try:
                 listed = await self._buffer.heartbeat_engine(self.id, probe.sick)
+                if listed.url != url:
+                    raise ConfigError(f"{self.id} is now the one at {listed.url}: no two sidecars may share an --index")
                 probe.heed(listed.state)
             except BufferError as error:
                 if error.status != 404:

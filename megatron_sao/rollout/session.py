@@ -120,6 +120,17 @@ class Session:
         self.rewards = [0.0] * len(self.rewards)
         self.reward(value)
 
+    def bad_metric(self) -> str | None:
+        """What is wrong with the environment's own figures, if anything is."""
+        for name, value in self.metrics.items():
+            try:
+                good = name.isprintable() and math.isfinite(float(value))
+            except (AttributeError, TypeError, ValueError, OverflowError):
+                good = False
+            if not good:
+                return f"session.metrics[{name!r:.100}] = {value!r:.100}: a metric is a name and a finite number"
+        return None
+
     def trajectory(
         self,
         *,
@@ -132,8 +143,10 @@ class Session:
         group: str | None = None,
         failure: str | None = None,
     ) -> Trajectory:
-        """The record of the episode, whether finished or failed."""
-        metrics = {name: float(value) for name, value in self.metrics.items()} | {
+        """The record of the episode, whether finished or failed; the environment's own metrics only of a finished
+        one."""
+        own = {} if failure else {name: float(value) for name, value in self.metrics.items()}
+        metrics = own | {
             "turns": float(self._num_actions),
             "seconds": time.time() - self._started,
             "engine_retries": float(self.retries),

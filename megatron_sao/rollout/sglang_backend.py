@@ -62,6 +62,7 @@ def sglang_command(config: RunConfig, port: int, model_path: Path, version: str)
         "SGLANG_HEALTH_CHECK_TIMEOUT": str(config.engine.health_timeout),  # of /health_generate
         "PYTHONWARNINGS": "ignore",  # the server's last words should be its reason, not a deprecation
     }
+    env |= dict.fromkeys(("no_proxy", "NO_PROXY"), _without_proxy(config.engine.host))
     if serves_on_cpu(config):
         flags |= _cpu_flags(config)
         env |= _cpu_environment(config, env)
@@ -70,6 +71,12 @@ def sglang_command(config: RunConfig, port: int, model_path: Path, version: str)
     for name, value in flags.items():
         argv += _flag(name, value)
     return argv, env
+
+
+def _without_proxy(host: str) -> str:
+    """A server asks itself whether it is warm, and ends if a proxy answers."""
+    others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    return ",".join(filter(None, [others, host, "localhost", "127.0.0.1"]))
 
 
 def _cpu_flags(config: RunConfig) -> dict[str, Any]:

@@ -86,6 +86,11 @@ def load_tokenizer(model_path: Path) -> Any:
         raise ConfigError(f"model.path = {str(model_path)!r}: cannot load a tokenizer from it: {error}") from error
 
 
+def _reason(text: str) -> str:
+    """As much of it as the buffer takes. Half an emoji, as a policy may write it, could not be sent."""
+    return text.encode(errors="backslashreplace").decode()[: TEXT_LIMITS["failure"]]
+
+
 class Player:
     """Plays single episodes with the run's environment and reward, on any engine. ``run_id`` goes into every
     trajectory; default ``config.name``."""
@@ -111,11 +116,11 @@ class Player:
         """
         session = Session(self._engine, self._rollout, EVAL_SAMPLING if kind == "eval" else self._rollout.sampling)
         try:
-            failure = await self._episode(session, task)
+            failure = await self._episode(session, task) or session.bad_metric()
             self._failures = self._failures + 1 if failure else 0
         except _NeverActed as reason:  # neither a failure nor a success of the environment's
             failure = f"the policy could not act: {reason}"
-        failure = failure and failure[: TEXT_LIMITS["failure"]]
+        failure = failure and _reason(failure)
         if failure:
             log.warning("task %s failed: %s", task.id, failure)
         if self._failures >= FAILURES_IN_A_ROW:
@@ -231,7 +236,7 @@ class Worker:
         except BufferError as error:
             if error.status not in (413, 422):
                 raise
-            # one odd episode (a NaN metric, a reward beyond float32) must not end the others in flight
+            # one odd episode (a reward beyond float32) must not end the others in flight
             log.error("visit %s: its trajectory was refused: %s", lease.visit_id, error.message)
             await self._release(lease.visit_id, lease.attempt, error.message)
         self._forget(lease.visit_id, lease.attempt)  # not when cancelled: what is in flight then is given back
@@ -258,7 +263,7 @@ class Worker:
 
     async def _release(self, visit_id: str, attempt: int, reason: str) -> None:
         try:
-            await self._buffer.release(visit_id, attempt, reason[: TEXT_LIMITS["failure"]])
+            await self._buffer.release(visit_id, attempt, _reason(reason))
         except BufferError as error:
             log.warning("visit %s was not ours to give back: %s", visit_id, error.message)
 

@@ -21,7 +21,7 @@ import torch
 
 from megatron_sao.weights.disk import write_tensors
 from megatron_sao.weights.gather import Bucket
-from megatron_sao.weights.hf_files import DTYPES, INDEX
+from megatron_sao.weights.hf_files import DTYPES, INDEX, write_text
 
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -132,10 +132,10 @@ def publish_delta(temporary: Path, final: Path, base: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file at once, so that a reader sees the old or the new one."""
+    """Replace a file at once, so that a reader sees the old or the new one, after a power cut as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value))
+    write_text(temporary, json.dumps(value))
     os.replace(temporary, path)
 
 
@@ -175,8 +175,8 @@ class LocalCopy:
         error = None
         try:
             self._bring_to(newest)
-        except (DeltaRefused, ValueError, OSError) as problem:
-            error = str(problem)
+        except (DeltaRefused, LookupError, ValueError, OSError) as problem:
+            error = str(problem) or repr(problem)
         write_json(
             self._report, {"asked": newest, "version": self.version, "path": str(self._path.absolute()), "error": error}
         )

@@ -103,6 +103,11 @@ def test_the_time_of_an_absent_or_broken_buffer_is_up_and_begins_anew_with_every
     assert clock.now == pytest.approx(began + 120, abs=0.1)
 
 
+def test_a_body_that_took_too_long_on_its_way_is_sent_again(clock):
+    answers = [httpx.Response(408, json={"error": "the body came too slowly"}), httpx.Response(200, json={})]
+    assert stats(lambda: answers.pop(0)) == {} and not answers
+
+
 def test_a_client_that_is_to_try_once_does_not_wait_for_a_full_buffer(clock):
     with pytest.raises(BufferUnavailable, match="429: the buffer is full"):
         stats(full, give_up_after=0.0)

@@ -53,6 +53,16 @@ def test_a_kernel_that_takes_any_number_of_bytes_at_a_time_gets_them_all(tmp_pat
     assert sum(written) == segments.stored_bytes - gap
 
 
+def test_a_file_that_is_no_segment_is_left_alone(tmp_path):
+    for name in ("copy of 00000001.seg", "x.seg"):
+        (tmp_path / name).write_text("not ours")
+    segments = Segments(tmp_path)
+    with segments.appending():
+        assert segments.append(Record.of(b"first")) == (1, 0)
+    segments.keep_only(set())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy of 00000001.seg", "x.seg"]
+
+
 @pytest.mark.parametrize("length", [0, 1, 4079, 4080, 4081, 3 * 2**20])
 def test_a_framed_record_lies_between_others_in_blocks_of_its_own(tmp_path, length):
     payload = os.urandom(length)

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron_sao.buffer.archive import Archive
 from megatron_sao.buffer.database import StoreError
 from megatron_sao.buffer.segments import Record
 from megatron_sao.buffer.store import RESERVED_BYTES, Store
+from megatron_sao.config import ConfigError
 from megatron_sao.run_identity import run_identity
 from tests.store_bench import EVAL_TASKS, TASKS, Bench, evaluate, refused
 from tests.trajectories import make_trajectory
@@ -308,6 +310,16 @@ def test_a_run_directory_keeps_its_identity_and_two_never_share_one(tmp_path):
     assert first == run_identity(tmp_path / "a", "demo") and first.startswith("demo-")
     assert run_identity(tmp_path / "b", "demo") != first
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["run_id"]
+    (tmp_path / "a" / "run_id").write_text("")
+    with pytest.raises(ConfigError, match="run_id is empty"):
+        run_identity(tmp_path / "a", "demo")
+
+
+def test_parts_that_start_at_once_under_one_process_id_agree_on_the_run(tmp_path):
+    for number in range(50):
+        with ThreadPoolExecutor(4) as parts:
+            identities = set(parts.map(lambda _, n=number: run_identity(tmp_path / str(n), "demo"), range(4)))
+        assert len(identities) == 1
 
 
 def test_a_failing_disk_refuses_the_submission_and_stores_none_of_it(bench, monkeypatch):

@@ -200,6 +200,27 @@ def test_an_answer_whose_parts_disagree_is_a_failed_attempt():
         with_engines([FakeEngine("a", generated([]))], lambda client, _: turn(client), max_retries=0)
 
 
+def answering(text: bytes, status: int = 200) -> Answer:
+    return lambda body: web.Response(body=text, status=status, content_type="application/json")
+
+
+@pytest.mark.parametrize(
+    "text", [b"{}", b"[]", b"null", b'{"error": 1}', b"\xff", b'{"meta_info": {}, "output_ids": 1}']
+)
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_of_another_form_is_a_failed_attempt(text, status):
+    engine = FakeEngine("a", answering(text, status), generated([4, 9]))
+    answer = with_engines([engine], lambda client, _: turn(client))
+    assert (answer.token_ids, answer.retries) == ([4, 9], 1)
+
+
+def test_a_turn_that_was_ended_for_no_reason_is_a_failed_attempt():
+    meta = {"output_token_logprobs": [[-0.5, 4, None]], "weight_versions": [], "finish_reason": None}
+    lying = lambda body: web.json_response({"output_ids": [4], "meta_info": meta})  # noqa: E731
+    answer = with_engines([FakeEngine("a", lying, generated([4, 9]))], lambda client, _: turn(client))
+    assert (answer.token_ids, answer.retries) == ([4, 9], 1)
+
+
 @pytest.mark.parametrize(
     "logprobs",
     [None, [], [[-0.5, 4, None]], [[-0.5, 4, None], [-0.5, 6, None]], [[-0.5, token, None] for token in (4, 5, 5)]],

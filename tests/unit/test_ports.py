@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sao.buffer.server import listen
 from megatron_sao.launch.ports import port_of, reserve_port
 
 IP_LOCAL_PORT_RANGE = 51  # Linux 6.3: the range that a socket's free port comes from
@@ -65,6 +66,13 @@ def test_a_server_that_names_a_reserved_port_listens_there_and_again_after_a_res
 def test_a_port_that_somebody_listens_on_cannot_be_reserved():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         reserve_port("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"url": "http://127.0.0.1:"}'])
+def test_a_buffer_whose_last_address_cannot_be_read_takes_any_port(tmp_path, text):
+    (tmp_path / "buffer.json").write_text(text)
+    with listen("127.0.0.1", 0, tmp_path / "buffer.json") as reserved:
+        assert port_of(reserved)
 
 
 def test_a_server_that_cannot_listen_ends_at_once_although_its_threads_go_on(tmp_path):

@@ -45,6 +45,7 @@ class FakeRegistry:
         self.registered: list[str] = []
         self.heartbeats = 0
         self.state = "dirty"
+        self.url: str | None = None  # of another sidecar that has registered since
         self.sick: list[str | None] = []
 
     async def register_engine(self, id: str, url: str, tp: int) -> None:
@@ -53,7 +54,7 @@ class FakeRegistry:
     async def heartbeat_engine(self, id: str, sick: str | None) -> EngineInfo:
         self.heartbeats += 1
         self.sick.append(sick)
-        return EngineInfo(id, "", self.state, None, 1, 0.0)
+        return EngineInfo(id, self.url or self.registered[-1], self.state, None, 1, 0.0)
 
     async def close(self) -> None: ...
 
@@ -151,17 +152,30 @@ def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(mak
     assert registry.registered == []
 
 
-def test_under_delta_the_sidecar_follows_published_versions_with_a_copy(make_sidecar, tmp_path):
+def test_a_sidecar_whose_engine_another_has_registered_ends(make_sidecar):
+    made, registry = make_sidecar(SERVER)
+    registry.url = "http://10.0.0.2:30000"
+    with pytest.raises(
+        ConfigError, match=r"engine-0 is now the one at http://10.0.0.2:30000: no two sidecars may share"
+    ):
+        asyncio.run(made.run())
+    assert child_of_this_test() is None
+
+
+def test_under_delta_the_sidecar_follows_published_versions_with_a_copy(make_sidecar, tmp_path, caplog):
     made, _ = make_sidecar(SERVER, weights={"mode": "delta"})
     published = tmp_path / "weights" / "full" / "1.0"
     published.mkdir(parents=True)
     (published / "config.json").write_text("{}")
-    (tmp_path / "weights" / "latest.json").write_text('{"version": "1.0"}')
+    latest = tmp_path / "weights" / "latest.json"
+    latest.write_text('{"vers')  # as a file system in trouble might show it
     report = tmp_path / "weights" / "engines" / "engine-0.json"
 
     async def run() -> dict[str, Any]:
         task = asyncio.create_task(made.run())
-        await eventually(report.exists, seconds=60)  # Megatron is imported for it
+        await eventually(lambda: "could not look after its copy" in caplog.text, seconds=60)  # Megatron is imported
+        latest.write_text('{"version": "1.0"}')
+        await eventually(report.exists)
         task.cancel()
         await asyncio.wait([task])
         return json.loads(report.read_text())
@@ -184,6 +198,8 @@ def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
 
 def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_SAO_TOKEN", "secret-token")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
     flags = {"mem_fraction_static": 0.5, "sleep_on_idle": False, "lora_paths": ["a", "b"]}
     flags |= {"chat_template": "-a.jinja", "enable_metrics": True}
     settings = run_config(tmp_path, engine={"sglang": flags})
@@ -192,6 +208,7 @@ def test_the_users_sglang_flags_override_ours_and_the_token_is_not_on_the_comman
     assert "--mem-fraction-static 0.5" in line and line.count("--mem-fraction-static") == 1
     assert "--sleep-on-idle" not in line and "--lora-paths a b" in line and line.endswith("--enable-metrics")
     assert "--chat-template=-a.jinja" in argv  # else it would be a flag of its own
+    assert env["no_proxy"] == env["NO_PROXY"] == "example.org,127.0.0.1,localhost,127.0.0.1"  # it asks itself
     assert "--device cpu" in line and "cpu_stub" in env["PYTHONPATH"] and "secret-token" not in line
     on_gpu = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
     argv, env = sglang_command(on_gpu, 1234, tmp_path, "0.0")

@@ -83,6 +83,8 @@ def array(dtype, *values):
     [
         ({"kind": "test"}, "kind: 'test'"),
         ({"id": ""}, "id: is empty"),
+        *(({"id": id}, "id: no URL can name") for id in (".", "..", "a\nb", "a\x7f")),
+        ({"failure": ""}, "failure: is empty"),
         ({"epoch": -1}, "epoch: -1"),
         ({"metrics": {"x": float("inf")}}, r"metrics\[x\]"),
         ({"loss_mask": array(np.uint8, 0, 1)}, r"loss_mask: has shape \(2,\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -33,6 +34,9 @@ def config(tmp_path: Path, environment: str, **rollout: Any) -> RunConfig:
     )
 
 
+ODD_METRICS = {"nothing": None, "text": "very good", "not a number": math.nan, "immense": 10**400}
+
+
 class OneTurn:
     """Pays 1 for any action; the tasks named below misbehave."""
 
@@ -44,6 +48,10 @@ class OneTurn:
     async def run(self, session, task) -> None:
         if task.prompt == "crash":
             raise EnvironmentFailure("the sandbox is gone")
+        if task.prompt == "half an emoji":
+            raise EnvironmentFailure("no tool named \ud83d")
+        if task.prompt in ODD_METRICS:
+            session.metrics["rating"] = ODD_METRICS[task.prompt]
         session.prompt([self.prompt] * (5 if task.prompt == "long" else 1))
         if task.prompt == "silent":
             return
@@ -158,6 +166,18 @@ def test_what_the_environment_fails_is_recorded_with_its_reason_and_limits_trunc
     assert "without calling session.finish" in ended["silent"].failure
     assert ended["buggy"].failure == "KeyError: 'typo'"
     assert ended["endless"].failure is None and ended["endless"].truncated and ended["endless"].num_tokens == 7
+
+
+def test_text_that_cannot_be_sent_and_metrics_that_are_no_numbers_fail_their_own_episode_alone(tmp_path):
+    prompts = ["half an emoji", *ODD_METRICS, "p"]
+    buffer = work(config(tmp_path, "OneTurn"), prompts, FakeEngine("a", generated([4, 9])))
+    ended = {t.task_id: Trajectory.decode(t.encode()).validate(100, 10).failure for t in buffer.submitted}
+    assert ended["t0"] == "no tool named \\ud83d"
+    for number in range(1, 5):
+        assert re.fullmatch(
+            r"session.metrics\['rating'\] = .*: a metric is a name and a finite number", ended[f"t{number}"]
+        )
+    assert ended["t5"] is None and len(ended) == len(prompts)
 
 
 async def slow_second_turn(body: dict[str, Any]) -> web.Response:
