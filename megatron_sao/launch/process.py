@@ -74,6 +74,14 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL``; ``signal 35`` for a real-time one, which has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class SupervisedProcess:
     """A command in a session of its own that writes to a log file and is restarted a bounded number of times.
 
@@ -172,7 +180,7 @@ class SupervisedProcess:
     def describe_exit(self) -> str:
         """``exit code 3`` or ``killed by SIGKILL``."""
         code = self.exit_code()
-        return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return f"killed by {signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
 
 
 class SupervisedRanks(SupervisedProcess):

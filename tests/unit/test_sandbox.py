@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,17 @@ from megatron_sao.rollout import sandbox
 from megatron_sao.rollout.sandbox import Limits, SandboxUnavailable, run_python
 
 LIMITS = Limits(seconds=3.0, output_bytes=2000)
+
+
+async def contained(code, limits):
+    """The run, once the code's process has given up what it must not have, and what /proc says of that process."""
+    task = asyncio.create_task(run_python(code, limits))
+    while True:
+        await asyncio.sleep(0.05)
+        for child in psutil.Process().children():
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            if "\nSeccomp:\t2" in status:
+                return task, status
 
 
 def run(code, limits=LIMITS):
@@ -163,15 +175,10 @@ def test_neither_a_file_outside_nor_another_process_feels_it(statement, tmp_path
 
 def test_root_too_has_no_capability_but_to_pass_over_modes():
     async def status():
-        task = asyncio.create_task(run_python("import time; time.sleep(60)", Limits(seconds=60)))
-        while True:
-            await asyncio.sleep(0.05)
-            for child in psutil.Process().children():
-                text = Path(f"/proc/{child.pid}/status").read_text()
-                if "\nSeccomp:\t2" in text:
-                    task.cancel()
-                    await asyncio.wait([task])
-                    return text
+        task, text = await contained("import time; time.sleep(60)", Limits(seconds=60))
+        task.cancel()
+        await asyncio.wait([task])
+        return text
 
     held = re.findall(r"^Cap(?:Inh|Prm|Eff|Amb):\t(\w+)$", asyncio.run(status()), re.MULTILINE)
     assert len(held) == 4 and all(int(bits, 16) & ~0b110 == 0 for bits in held)
@@ -241,14 +248,49 @@ def test_output_without_end_is_cut_off():
 def test_files_without_end_are_refused_and_many_of_them_end_it():
     assert "File too large" in run("f = open('a', 'wb', 0)\nwhile True: f.write(bytes(2**20))").output
     many = "n = 0\nwhile True:\n    n += 1\n    open(str(n), 'wb').write(bytes(2**20))"
-    assert run(many, Limits(seconds=20.0, disk_bytes=2**24)).outcome == "killed"
+    result = run(many, Limits(seconds=20.0, disk_bytes=2**24))
+    assert (result.outcome, result.output) == ("killed", "[killed: more than 16777216 bytes of files]")
 
 
 def test_a_tree_too_deep_to_look_through_ends_it_and_is_gone_afterwards(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     deep = "import os, time\nfor _ in range(3000): os.mkdir('ab'); os.chdir('ab')\nopen('a', 'w')\ntime.sleep(60)"
-    assert run(deep, Limits(seconds=20.0)).outcome == "killed"
+    result = run(deep, Limits(seconds=20.0))
+    assert (result.outcome, result.output) == ("killed", "[killed: directories nested too deep]")
     assert not list(tmp_path.iterdir())
+
+
+# Small stacks and one heap: else the limit of memory leaves room for some twenty.
+THREADS = """
+import ctypes, threading, time
+ctypes.CDLL(None).mallopt(-8, 1)
+threading.stack_size(32768)
+for _ in range({}):
+    threading.Thread(target=time.sleep, args=[0.5]).start()
+"""
+
+
+def test_threads_up_to_the_limit_run_and_more_end_it_also_while_the_event_loop_is_busy():
+    async def beside_a_busy_loop():
+        task, _ = await contained("import time; time.sleep(0.5)" + THREADS.format(64), Limits(seconds=20.0))
+        time.sleep(2.0)
+        return await task
+
+    assert run(THREADS.format(63)).outcome == "ok"  # and the main thread
+    for result in (run(THREADS.format(6000)), asyncio.run(beside_a_busy_loop())):
+        assert (result.outcome, result.output) == ("killed", "[killed: more than 64 threads]")
+
+
+def test_a_signal_without_a_name_is_an_end_like_others():
+    code = """
+        import ctypes, struct, time
+        libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+        libc.timer_create(1, struct.pack("Pii48x", 0, 35, 0), ctypes.byref(timer))
+        libc.timer_settime(timer, 0, struct.pack("4l", 0, 0, 0, 1000), None)
+        time.sleep(60)
+    """
+    result = run(textwrap.dedent(code))
+    assert (result.output, result.outcome) == ("[killed by signal 35]", "killed")
 
 
 def test_secrets_of_the_worker_are_out_of_reach(monkeypatch):
@@ -257,15 +299,57 @@ def test_secrets_of_the_worker_are_out_of_reach(monkeypatch):
     assert "PermissionError" in run(f"print(open('/proc/{os.getpid()}/environ').read())").output
 
 
-def test_where_code_cannot_be_contained_it_is_not_run(monkeypatch, tmp_path):
-    jail = Path(sandbox.jail.__file__).read_text().replace("_syscall(444,", "_syscall(9999,")
-    (tmp_path / "jail.py").write_text(jail)
-    monkeypatch.setattr(sandbox.jail, "__file__", str(tmp_path / "jail.py"))
-    with pytest.raises(SandboxUnavailable, match=r"cannot contain foreign code on this machine: .*system call 9999"):
-        run("print('ran')")
+@pytest.fixture
+def change_jail(monkeypatch, tmp_path):
+    def change(before, after):
+        (tmp_path / "jail.py").write_text(Path(sandbox.jail.__file__).read_text().replace(before, after))
+        monkeypatch.setattr(sandbox.jail, "__file__", str(tmp_path / "jail.py"))
+
+    return change
 
 
-def test_a_cancelled_run_leaves_no_process():
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("_syscall(444,", "_syscall(9999,", r"cannot contain foreign code on this machine: .*system call 9999"),
+        ("abi = ", "abi = None + ", r"cannot contain foreign code on this machine: TypeError"),
+        ("def main", "def main(", "SyntaxError"),
+    ],
+    ids=["layer-missing", "other-error", "not-started"],
+)
+def test_where_code_cannot_be_contained_it_is_not_run(before, after, message, change_jail):
+    change_jail(before, after)
+    for code in ("print('ran')", "print('ran')\n" + "#" * 2**20):  # the latter is more than a pipe holds
+        with pytest.raises(SandboxUnavailable, match=message):
+            run(code)
+
+
+@pytest.mark.parametrize("end", ["sys.exit(97)", "os._exit(97)", "os._exit(1)"])
+def test_no_end_of_the_code_passes_for_a_machine_that_cannot_contain_it(end):
+    said = "the sandbox cannot contain foreign code on this machine"
+    result = run(f"import os, sys\nprint({said!r}, flush=True)\n{end}")
+    assert (result.output, result.outcome) == (f"{said}\n", "error")
+
+
+def test_it_has_no_open_file_but_the_standard_three():
+    code = """
+        import os
+        for number in range(64):
+            try:
+                os.fstat(number)
+                print(number)
+            except OSError:
+                pass
+    """
+    assert run(textwrap.dedent(code)).output.split() == ["0", "1", "2"]
+
+
+def test_a_machine_too_slow_to_contain_it_in_time_is_a_timeout(change_jail):
+    change_jail("    _prctl(_PR_SET_DUMPABLE, 0)", "    import time; time.sleep(60)")
+    assert run("print('ran')", Limits(seconds=0.5)).outcome == "timeout"
+
+
+def test_a_cancelled_run_leaves_no_process_thread_or_open_file():
     async def cancel():
         task = asyncio.create_task(run_python("while True: pass", Limits(seconds=60)))
         await asyncio.sleep(1.0)
@@ -273,5 +357,10 @@ def test_a_cancelled_run_leaves_no_process():
         await asyncio.wait([task])
         assert task.cancelled()
 
+    before = psutil.Process().num_fds()
     asyncio.run(cancel())
+    deadline = time.monotonic() + 10
+    while any("_kill_above" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert psutil.Process().num_fds() <= before
     assert not [child for child in psutil.Process().children(recursive=True) if "jail.py" in str(child.cmdline())]

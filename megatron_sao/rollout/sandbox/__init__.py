@@ -1,5 +1,5 @@
-"""Runs Python that a policy wrote: bounded in time, memory, output and processes, without network, in a directory of
-its own."""
+"""Runs Python that a policy wrote: bounded in time, memory, output, processes and threads, without network, in a
+directory of its own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import asyncio
 import contextlib
 import math
 import os
+import select
 import signal
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
+from megatron_sao.launch.process import signal_name
 from megatron_sao.rollout.sandbox import jail
 
 GRACE = 1.0  # seconds beyond the limit before the process is killed from outside
@@ -33,6 +37,8 @@ class Limits:
         file_bytes: of one file it writes.
         disk_bytes: of all files in its directory, looked at ten times a second; not seen are those that it removed and
             keeps open, at most 64.
+        threads: at once, looked at a hundred times a second. Code that does nothing else starts some 40 a millisecond:
+            several hundred until it is killed, and thousands where busy cores let the look come 100 ms late.
     """
 
     seconds: float = 10.0
@@ -40,6 +46,7 @@ class Limits:
     output_bytes: int = 8192
     file_bytes: int = 1 << 24
     disk_bytes: int = 1 << 26
+    threads: int = 64
 
 
 @dataclass(frozen=True)
@@ -54,28 +61,34 @@ async def run_python(code: str, limits: Limits = Limits()) -> Result:
     """Run ``code`` as a script. Whatever it does comes back as a Result.
 
     Raises:
-        SandboxUnavailable: seccomp or Landlock is missing here, so that it was not run.
+        SandboxUnavailable: seccomp or Landlock is missing here, or its process failed before: it was not run.
     """
     top = Path(tempfile.mkdtemp(prefix="sandbox-"))
     (top / "0").mkdir()
     try:
-        return await _run(code, top / "0", limits)
+        with FileIO(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)) as contained:
+            return await _run(code, top / "0", limits, contained)
     finally:
         await asyncio.to_thread(_remove, top)  # a second for thousands of directories
 
 
-async def _run(code: str, directory: Path, limits: Limits) -> Result:
+async def _run(code: str, directory: Path, limits: Limits, contained: FileIO) -> Result:
+    """``contained`` is an eventfd, written before the code is read and closed before it runs: an exit without it is
+    not the code's, whatever its exit code and output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", "-B", jail.__file__,
-        str(limits.seconds), str(limits.memory_bytes), str(limits.file_bytes), *map(str, _import_paths()),
+        str(limits.seconds), str(limits.memory_bytes), str(limits.file_bytes), str(contained.fileno()),
+        *map(str, _import_paths()),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         cwd=directory, env={"HOME": str(directory), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-        start_new_session=True,
+        start_new_session=True, pass_fds=[contained.fileno()],
     )  # fmt: skip
     timed_out = False
     output = bytearray()
-    watch = asyncio.create_task(_watch_disk(process, directory, limits.disk_bytes))
+    exceeded: list[str] = []
+    watch = asyncio.create_task(_watch_disk(process, directory, limits.disk_bytes, exceeded))
     try:
+        _watch_threads(process, limits.threads, exceeded)
         async with asyncio.timeout(limits.seconds + GRACE):
             process.stdin.write(code.encode(errors="surrogatepass"))
             with contextlib.suppress(ConnectionError):
@@ -92,7 +105,7 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
         while await process.stdout.read(65536):  # wait() returns only once the pipe has been emptied
             pass
         await process.wait()
-    if process.returncode == jail.UNAVAILABLE:
+    if process.returncode >= 0 and not contained.read(8):
         raise SandboxUnavailable(output.decode(errors="replace").strip())
     text = output[: limits.output_bytes].decode(errors="replace")
     if len(output) > limits.output_bytes:
@@ -100,16 +113,42 @@ async def _run(code: str, directory: Path, limits: Limits) -> Result:
     if timed_out or process.returncode == -signal.SIGXCPU:
         return Result(f"{text}\n[stopped after {limits.seconds:g} s]".lstrip(), "timeout")
     if process.returncode < 0:
-        return Result(f"{text}\n[killed by {signal.Signals(-process.returncode).name}]".lstrip(), "killed")
+        why = f": {exceeded[0]}" if exceeded else f" by {signal_name(-process.returncode)}"
+        return Result(f"{text}\n[killed{why}]".lstrip(), "killed")
     return Result(text, "ok" if process.returncode == 0 else "error")
 
 
-async def _watch_disk(process: asyncio.subprocess.Process, directory: Path, most: int) -> None:
-    """Kill the process once what lies in its directory exceeds the limit."""
+async def _watch_disk(process: asyncio.subprocess.Process, directory: Path, most: int, exceeded: list[str]) -> None:
+    """Kill the process once what lies in its directory exceeds the limit, and say so in ``exceeded``."""
     while True:
         await asyncio.sleep(0.1)
-        if await asyncio.to_thread(_used, directory) > most:
+        used = await asyncio.to_thread(_used, directory)
+        if used > most:
+            exceeded.append("directories nested too deep" if used == math.inf else f"more than {most} bytes of files")
             _kill(process)
+
+
+def _watch_threads(process: asyncio.subprocess.Process, most: int, exceeded: list[str]) -> None:
+    """Kill the process once it has more than ``most`` threads, and say so in ``exceeded``.
+
+    In a thread, which ends with the process: within a second they could take every process number of the machine, and
+    the event loop may be busy for as long. No rlimit bounds root's threads, and a cgroup is not everywhere to be had.
+    """
+    if process.returncode is None:  # else its number may be another's by now
+        stat, pidfd = FileIO(f"/proc/{process.pid}/stat"), FileIO(os.pidfd_open(process.pid))
+        threading.Thread(target=_kill_above, args=(most, stat, pidfd, exceeded), daemon=True).start()
+
+
+def _kill_above(most: int, stat: FileIO, pidfd: FileIO, exceeded: list[str]) -> None:
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    with stat, pidfd, contextlib.suppress(ProcessLookupError):
+        while not ended.poll(10):
+            fields = os.pread(stat.fileno(), 4096, 0).rpartition(b")")[2].split()  # what follows the name it may choose
+            if int(fields[17]) > most:
+                exceeded.append(f"more than {most} threads")
+                signal.pidfd_send_signal(pidfd.fileno(), signal.SIGKILL)
+                return
 
 
 def _used(directory: Path) -> float:

@@ -1,5 +1,6 @@
-"""``python -I -S -B jail.py SECONDS MEMORY FILE_SIZE [IMPORT_PATH…] < code``: gives up all that the code must not have,
-then runs it. In a process of its own; imports the standard library alone.
+"""``python -I -S -B jail.py SECONDS MEMORY FILE_SIZE EVENTFD [IMPORT_PATH…] < code``: gives up all that the code must
+not have, says so on the eventfd, then reads the code and runs it. In a process of its own; imports the standard library
+alone.
 
 Four layers, none of which needs privileges or a container:
 
@@ -17,8 +18,6 @@ import shutil
 import struct
 import sys
 import traceback
-
-UNAVAILABLE = 97  # exit code: this machine lacks a layer, and the code was not run
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_DUMPABLE = 38, 22, 4
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -96,21 +95,21 @@ _LANDLOCK_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # file-system access rig
 
 def main() -> None:
     seconds, memory, file_size = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    imports = sys.argv[4:]
-    code = sys.stdin.buffer.read()
+    contained, imports = int(sys.argv[4]), sys.argv[5:]
     try:
         _limit(seconds, memory, file_size)
         _drop_capabilities()
         _confine_files(imports)
         _confine_calls()
-    except OSError as error:
-        print(f"the sandbox cannot contain foreign code on this machine: {error}", flush=True)
-        os._exit(UNAVAILABLE)
+    except Exception as error:
+        sys.exit(f"the sandbox cannot contain foreign code on this machine: {type(error).__name__}: {error}")
+    os.eventfd_write(contained, 1)
+    os.close(contained)
     shutil.copymode = shutil.copystat = lambda *_, **__: None  # a copy succeeds, with the mode and times of a new file
     sys.argv[:] = ["script.py"]
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + imports
     try:
-        exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+        exec(compile(sys.stdin.buffer.read(), "script.py", "exec"), {"__name__": "__main__"})
     except Exception as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # this file is not the code's
         traceback.print_exception(error)
