@@ -350,7 +350,10 @@ async def _unwritable(_: Request, error: sqlite3.Error) -> JSONResponse:
     return error_response(500 if damaged else 503, problem)  # 503 is waited for
 
 
-async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    if isinstance(error.body, bytes):  # FastAPI has not decoded it
+        given = request.headers.get("content-type", "missing")
+        return error_response(422, f"the Content-Type is {given:.100}: send the body as application/json")
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     return error_response(422, f"{where} = {problem.get('input')!r:.200}: {problem['msg']}")

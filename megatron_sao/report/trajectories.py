@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,11 +123,13 @@ def export_batches(archive: Archive | BufferClient, directory: Path, files: RunF
     new = "NEW_RUN"
     if start is not None:
         yield f"to train on them from the checkpoint {start} on:"
-        yield f"  mkdir -p {new}/checkpoints && cp -r {files.path / 'checkpoints' / start} {new}/checkpoints/"
+        checkpoint = shlex.quote(str(files.path / "checkpoints" / start))
+        yield f"  mkdir -p {new}/checkpoints && cp -r {checkpoint} {new}/checkpoints/"
         yield f"  echo {start} > {new}/checkpoints/latest"
     else:
         yield "to train on them from model.path on:"
-    yield f"  megatron-sao train {files.path / 'config.yaml'} --run-dir {new} --batches {directory}"
+    config, batches = shlex.quote(str(files.path / "config.yaml")), shlex.quote(str(directory))
+    yield f"  megatron-sao train {config} --run-dir {new} --batches {batches}"
 
 
 def starting_point(checkpoints: list[str], stage: str, step: int) -> str | None:

@@ -259,6 +259,12 @@ def test_a_body_that_trickles_is_a_408(buffer):
     assert refusals(buffer) == before + 1
 
 
+def test_a_body_of_another_content_type_is_refused_by_that_name(buffer):
+    response = buffer.post("/v1/trainers", b'{"run_id": "test", "policy_version": 0}', **{"Content-Type": "text/plain"})
+    assert response.status_code == 422
+    assert response.json()["error"] == "the Content-Type is text/plain: send the body as application/json"
+
+
 def test_two_thousand_idle_connections_stop_nobody_and_are_closed(buffer):
     process = psutil.Process(buffer.process.pid)
     before = process.memory_info().rss

@@ -117,10 +117,12 @@ def test_exported_batches_are_the_buffers_and_the_same_when_the_buffer_is_gone(
 ) -> None:
     (buffer.directory / "checkpoints" / "rl-0").mkdir(parents=True)
     (buffer.directory / "checkpoints" / "rl-0" / "meta.json").write_text("{}")
-    text = printed(capsys, "inspect", buffer.directory, "--export-batches", tmp_path / "live")
+    text = printed(capsys, "inspect", buffer.directory, "--export-batches", tmp_path / "two words")
     assert "exported rl 0–1" in text and "from the checkpoint rl-0 on" in text
-    assert f"megatron-sao train {buffer.directory}/config.yaml --run-dir NEW_RUN --batches {tmp_path}/live" in text
-    live = RecordedBatches(tmp_path / "live")
+    assert (
+        f"megatron-sao train {buffer.directory}/config.yaml --run-dir NEW_RUN --batches '{tmp_path}/two words'" in text
+    )
+    live = RecordedBatches(tmp_path / "two words")
     assert live.steps("rl") == [0, 1]
     batch = live.batch("rl", 0)
     assert [trajectory.id for trajectory in batch] == ["t0", "t1"]
@@ -131,4 +133,4 @@ def test_exported_batches_are_the_buffers_and_the_same_when_the_buffer_is_gone(
     assert "no buffer answers" in printed(capsys, "status", buffer.directory)
     assert printed(capsys, "inspect", buffer.directory) == overview
     printed(capsys, "inspect", buffer.directory, "--export-batches", tmp_path / "offline")
-    assert subprocess.run(["diff", "-r", tmp_path / "live", tmp_path / "offline"], check=False).returncode == 0
+    assert subprocess.run(["diff", "-r", tmp_path / "two words", tmp_path / "offline"], check=False).returncode == 0
