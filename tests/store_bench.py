@@ -24,15 +24,15 @@ class Clock:
 class Bench:
     """A store, a fake clock and the moves of trainer and worker."""
 
-    def __init__(self, directory, **sections):
-        self.directory = directory
+    def __init__(self, directory, tasks=TASKS, **sections):
+        self.directory, self.tasks = directory, tasks
         self.config = make_config(directory, **sections)
         self.clock = Clock()
         self.requests = 0
         self.open()
 
     def open(self):
-        self.store = Store(self.directory / "buffer", self.config, TASKS, EVAL_TASKS, self.clock)
+        self.store = Store(self.directory / "buffer", self.config, self.tasks, EVAL_TASKS, self.clock)
 
     def reopen(self):
         self.store.close()

@@ -189,12 +189,14 @@ class Demonstrations:
 
     def __init__(self, path: Path, tokenizer: Any, seed: int) -> None:
         self._examples: list[tuple[list[int], list[int]]] = []
-        for number, line in enumerate(path.read_text().rstrip("\n").split("\n"), 1):
+        for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), 1):
             try:
                 record = json.loads(line)
                 segments = [(record["prompt"], False), *record["segments"]]
+                if not all(isinstance(text, str) for text, _ in segments):  # a list of texts has other tokens' ids
+                    raise TypeError("the prompt and each segment must be text")
                 pieces = [(tokenizer.encode(text, add_special_tokens=False), trained) for text, trained in segments]
-            except (ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # tokenizers raise no narrower one
                 raise ConfigError(f"{path}:{number} is no demonstration ({error!r}); see data.sft") from error
             ids = [token for piece, _ in pieces for token in piece]
             self._examples.append((ids, [int(bool(trained)) for piece, trained in pieces for _ in piece]))
