@@ -178,9 +178,12 @@ class SupervisedProcess:
             return log.read().decode(errors="replace")
 
     def describe_exit(self) -> str:
-        """``exit code 3`` or ``killed by SIGKILL``."""
+        """``exit code 3`` or ``killed by SIGTERM``."""
         code = self.exit_code()
-        return f"killed by {signal_name(-code)}" if code is not None and code < 0 else f"exit code {code}"
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        kernel = " (by the kernel if memory ran out: see dmesg)" if -code == signal.SIGKILL else ""
+        return f"killed by {signal_name(-code)}{kernel}"
 
 
 class SupervisedRanks(SupervisedProcess):

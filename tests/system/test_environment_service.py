@@ -141,7 +141,6 @@ class StoreBuffer:
 def test_a_service_killed_in_mid_episode_costs_an_attempt_and_the_visit_is_played_again(service, tmp_path, monkeypatch):
     """One that was killed and restarted does not know the episode, one that is gone does not answer, and until it is
     back new episodes wait for it."""
-    monkeypatch.setattr("tests.store_bench.TASKS", [Task("t", "7+3*8=", 31, {})])
     restarts = [True, False]
 
     async def die(turn: int) -> None:
@@ -151,7 +150,7 @@ def test_a_service_killed_in_mid_episode_costs_an_attempt_and_the_visit_is_playe
                 await asyncio.to_thread(service.start)
 
     monkeypatch.setattr("megatron_sao.rollout.environments.service.ACT_PATIENCE", 0.5)
-    bench = Bench(tmp_path, rl={"batch_size": 1, "max_staleness": 0})
+    bench = Bench(tmp_path, tasks=[Task("t", "7+3*8=", 31, {})], rl={"batch_size": 1, "max_staleness": 0})
     bench.train()
     policy = Policy(["<3*8>", "<7+24>", "A31."], die)
 

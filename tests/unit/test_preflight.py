@@ -181,7 +181,11 @@ def test_last_words_are_those_of_the_last_start(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "description"),
-    [(-9, "rank 1 killed by SIGKILL"), (-35, "rank 1 killed by signal 35"), (2, "rank 1 exit code 2")],
+    [
+        (-9, "rank 1 killed by SIGKILL (by the kernel if memory ran out: see dmesg)"),
+        (-35, "rank 1 killed by signal 35"),
+        (2, "rank 1 exit code 2"),
+    ],
     ids=["killed", "real-time-signal", "failed"],
 )
 def test_ranks_end_as_the_one_that_failed_first(code, description, tmp_path):
