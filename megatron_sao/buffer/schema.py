@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_sao.data.trajectory import VERSION, is_addressable
+from megatron_sao.data.trajectory import VERSION, addressable
 
 Stage = Literal["sft", "value", "rl"]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -14,12 +14,6 @@ Wait = Annotated[float, Field(ge=0, le=600, description="seconds the answer may 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Version = Annotated[str, Field(pattern=f"^{VERSION.pattern}$")]
 PageSize = Annotated[int, Field(ge=1, le=1000)]
-
-
-def _addressable(id: str) -> str:
-    if not is_addressable(id):
-        raise ValueError("no URL can name it; use printable characters, and not '.' or '..'")
-    return id
 
 
 class Body(BaseModel):
@@ -55,7 +49,7 @@ class EvaluationBody(IncarnationBody):
 
 
 class EngineBody(Body):
-    id: Annotated[Name, AfterValidator(_addressable)]
+    id: Annotated[Name, AfterValidator(addressable)]
     url: Name
     tp: Annotated[int, Field(ge=1, le=2**20)]
 

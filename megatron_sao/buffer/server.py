@@ -444,6 +444,8 @@ def _keep_freed_memory() -> None:
 
 
 def listen(host: str, port: int, last: Path) -> socket.socket:
+    """A socket bound to ``port``; if that is 0, to the port that the file ``last`` names if it is free, else to any.
+    Raises ConfigError."""
     wanted = [port]
     if port == 0:
         with suppress(OSError, ValueError, LookupError, TypeError):  # none yet, or one that a power cut left empty

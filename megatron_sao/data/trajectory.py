@@ -72,9 +72,12 @@ class Support(NamedTuple):
         return out
 
 
-def is_addressable(id: str) -> bool:
-    """Whether a URL's path can name it: clients resolve dots, and a route's match ends at a line break."""
-    return id.isprintable() and id not in (".", "..")
+def addressable(id: str) -> str:
+    """``id``, if a URL's path can name it: clients resolve dots, and a route's match ends at a line break. Raises
+    TrajectoryError."""
+    if not id.isprintable() or id in (".", ".."):
+        raise TrajectoryError(f"id: no URL can name {id!r}; use printable characters, and not '.' or '..'")
+    return id
 
 
 def parse_version(version: str) -> tuple[int, int]:
@@ -166,8 +169,7 @@ class Trajectory:
         for name in ("id", "run_id", "task_id"):
             if not getattr(self, name):
                 raise TrajectoryError(f"{name}: is empty")
-        if not is_addressable(self.id):
-            raise TrajectoryError(f"id: no URL can name {self.id!r}; use printable characters, and not '.' or '..'")
+        addressable(self.id)
         for name in ("epoch", "attempt"):
             if not 0 <= getattr(self, name) < 2**62:
                 raise TrajectoryError(f"{name}: {getattr(self, name)} is outside [0, 2^62)")

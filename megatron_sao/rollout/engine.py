@@ -59,6 +59,7 @@ class Sidecar:
         Raises:
             ServerFailed: the server died more than ``engine.max_restarts`` times; ends with its last log lines.
             BufferUnavailable: the buffer stayed away.
+            ConfigError: another sidecar has registered under the same id.
         """
         restarts = 0
         copying = asyncio.create_task(self._keep_copy())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 
+from megatron_sao.trainer.checkpoint_files import write_atomically
 from megatron_sao.weights.disk import write_tensors
 from megatron_sao.weights.gather import Bucket
-from megatron_sao.weights.hf_files import DTYPES, INDEX, write_text
+from megatron_sao.weights.hf_files import DTYPES, INDEX
 
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -134,9 +134,7 @@ def publish_delta(temporary: Path, final: Path, base: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a file at once, so that a reader sees the old or the new one, after a power cut as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write_text(temporary, json.dumps(value))
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:

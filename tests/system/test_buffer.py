@@ -199,7 +199,7 @@ def test_bad_requests_get_a_status_and_a_sentence(shared):
     assert problem(shared.post("/v1/trainers", b'{"run_id": "other", "policy_version": 0}'))[0] == 409
     for id in ("..", "a\\nb"):  # which no heartbeat could name
         status, sentence = problem(shared.post("/v1/engines", f'{{"id": "{id}", "url": "u", "tp": 1}}'.encode()))
-        assert status == 422 and "body.id" in sentence and "no URL can name it" in sentence
+        assert status == 422 and "body.id" in sentence and "no URL can name" in sentence
     assert problem(shared.post("/v1/trainers", b" " * 70_000))[0] == 413
     bad = make_trajectory(token_ids=make_trajectory().token_ids + 1).encode()
     status, sentence = problem(shared.post("/v1/trajectories", bad))
