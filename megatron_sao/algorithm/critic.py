@@ -49,5 +49,5 @@ def value_loss(
         clamped_loss = 0.5 * torch.where(action, clamped - returns, 0.0).square()
         # inside the region `clamped` is the value up to rounding, which must not count
         clipped = action & ((values - old_values).abs() > clip) & (clamped_loss > loss)
-        loss = torch.maximum(loss, clamped_loss)
+        loss = torch.where(clipped, clamped_loss, loss)  # `maximum` would halve the gradient where both are equal
     return loss.sum(), {"num_action_tokens": action.sum(), "clipped": clipped.sum()}

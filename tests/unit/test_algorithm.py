@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_sao.algorithm import (
@@ -242,6 +242,7 @@ def test_value_clip_removes_the_gradient_of_a_value_that_moved_too_far_towards_i
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @given(st.lists(st.tuples(st.booleans(), finite, finite, st.one_of(finite, st.floats(-0.3, 0.3))), max_size=60))
+@example([(True, 0.0, 1.0, 0.2)])  # exactly as far as it may
 @settings(max_examples=60, deadline=None)
 def test_value_loss_equals_the_plain_formula(clip: float | None, tokens: list) -> None:
     loss, gradient, num_clipped = 0.0, [], 0
