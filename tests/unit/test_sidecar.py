@@ -137,12 +137,12 @@ def test_what_a_probe_found_while_an_update_came_in_between_is_not_believed(monk
 
     async def run() -> None:
         probing = asyncio.create_task(probe.run())
-        await eventually(lambda: len(believed) == 3)
+        await eventually(lambda: len(believed) >= 3)  # other probes may follow before this looks
         probing.cancel()
 
     monkeypatch.setattr(probe, "_ask", ask)
     asyncio.run(run())
-    assert believed == [None, None, "no token"]
+    assert believed[:3] == [None, None, "no token"]
 
 
 def test_the_sidecar_gives_up_after_its_restarts_with_the_servers_last_words(make_sidecar):
