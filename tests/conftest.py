@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that stalls is no failure of a property, and the same commit gets the same examples; others are drawn under
+# `pytest --hypothesis-profile=search`.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", settings.get_profile("search"), derandomize=True)
+settings.load_profile("steady")
 
 # Ranks and servers share the cores; and threads divide a sum by its length, so that packs of different lengths would
 # round differently. Before torch is imported.

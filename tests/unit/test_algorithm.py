@@ -121,7 +121,7 @@ reported = st.one_of(finite, st.sampled_from([-math.inf, math.nan, math.inf, -20
 
 
 @given(st.lists(st.tuples(st.booleans(), reported, reported, finite), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_dis_equals_the_plain_formula(tokens: list) -> None:
     eps_low, eps_high = 0.3, 5.0
     loss, gradient, rhos, accepted = 0.0, [], [], []
@@ -243,7 +243,7 @@ def test_value_clip_removes_the_gradient_of_a_value_that_moved_too_far_towards_i
 @pytest.mark.parametrize("clip", [None, 0.2])
 @given(st.lists(st.tuples(st.booleans(), finite, finite, st.one_of(finite, st.floats(-0.3, 0.3))), max_size=60))
 @example([(True, 0.0, 1.0, 0.2)])  # exactly as far as it may
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_value_loss_equals_the_plain_formula(clip: float | None, tokens: list) -> None:
     loss, gradient, num_clipped = 0.0, [], 0
     for is_action, value, target, moved in tokens:

@@ -21,7 +21,7 @@ reported = st.one_of(finite, st.sampled_from([-math.inf, math.nan, math.inf, -20
 
 
 @given(st.lists(st.tuples(st.booleans(), reported, reported, finite), max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ppo_clip_equals_the_plain_formula(tokens: list) -> None:
     loss, gradient, ratios, num_clipped = 0.0, [], [], 0
     for is_action, logprob, old_logprob, advantage in tokens:
@@ -118,7 +118,7 @@ rewards_and_groups = st.lists(st.tuples(st.integers(-20, 20), st.integers(0, 4))
 
 
 @given(rewards_and_groups)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_group_advantages_equal_the_plain_formula(batch: list) -> None:
     rewards, groups = [reward / 4 for reward, _ in batch], [f"prompt-{group}" for _, group in batch]
     expected = []
@@ -156,7 +156,7 @@ visits = st.lists(st.tuples(st.sampled_from("abc"), finite), max_size=60)
 
 
 @given(visits, st.integers(1, 9), st.integers(0, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_running_mean_equals_the_plain_formula_across_batches_and_a_restart(batch: list, window: int, cut: int) -> None:
     expected = []
     for index, (task, reward) in enumerate(batch):

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -390,7 +390,5 @@ class AnyHistory(RuleBasedStateMachine):
         assert in_open_groups % 3 == 0 and in_open_groups <= stats["outstanding_limit"]
 
 
-AnyHistory.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+AnyHistory.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
 TestAnyHistory = AnyHistory.TestCase

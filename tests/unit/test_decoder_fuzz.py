@@ -41,7 +41,7 @@ def assert_decoded_or_refused(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_bytes(data):
     assert_decoded_or_refused(data)
 
@@ -49,7 +49,7 @@ def test_random_bytes(data):
 @given(
     st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=6), st.integers(0, 9)
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_damaged_trajectories(changes, cut):
     data = bytearray(GOOD)
     for index, value in changes:
@@ -58,13 +58,13 @@ def test_damaged_trajectories(changes, cut):
 
 
 @given(st.dictionaries(st.sampled_from(NAMES), JUNK, min_size=1, max_size=3))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_well_formed_messages_with_other_values(changes):
     assert_decoded_or_refused(msgpack.packb(msgpack.unpackb(GOOD) | changes))
 
 
 @given(JUNK)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_other_messages(message):
     assert_decoded_or_refused(msgpack.packb(message))
 

@@ -60,7 +60,7 @@ trajectories = st.lists(st.tuples(tokens, st.floats(0, 1), numbers), min_size=1,
 
 
 @given(trajectories, st.sampled_from([1.0, 0.99, 0.5, 0.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_batched_gae_equals_the_plain_recursion(batch: list, gamma: float) -> None:
     flat = [token for trajectory, _, _ in batch for token in trajectory]
     mask = [token[0] for token in flat]
@@ -119,7 +119,7 @@ def test_a_trajectory_longer_than_a_cache_block_equals_the_plain_recursion(gamma
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @given(order=st.permutations(range(5)), padding=st.lists(st.integers(0, 40), min_size=5, max_size=5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_trajectory_does_not_depend_on_its_place_its_neighbours_or_padding(
     dtype: torch.dtype, tolerance: float, order: list[int], padding: list[int]
 ) -> None:

@@ -73,7 +73,7 @@ def with_junk(trajectory: Trajectory, padding: int, junk: float) -> Trajectory:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_loss_gradient_and_statistics_do_not_depend_on_splits_order_padding_or_junk(
     name: str, dtype: torch.dtype, tolerance: float, data: st.DataObject
 ) -> None:

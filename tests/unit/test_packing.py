@@ -19,7 +19,7 @@ wild_batches = st.lists(
 
 
 @given(batches, st.integers(1, 8), st.integers(1, 250))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_trajectory_is_packed_once_within_the_bound_and_ranks_stay_in_step(
     lengths: list[int], num_ranks: int, max_tokens: int
 ) -> None:
@@ -33,7 +33,7 @@ def test_every_trajectory_is_packed_once_within_the_bound_and_ranks_stay_in_step
 
 
 @given(wild_batches, st.integers(1, 8), st.sampled_from([512, 8192, 131_072]), st.integers(1, 4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_lengths_from_1_to_131072_leave_every_rank_with_as_many_micro_batches(
     lengths: list[int], num_ranks: int, max_tokens: int, multiple: int
 ) -> None:
@@ -47,7 +47,7 @@ def test_lengths_from_1_to_131072_leave_every_rank_with_as_many_micro_batches(
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=7), st.integers(1, 3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_fullest_micro_batch_is_within_a_third_of_the_best_division(lengths: list[int], num_ranks: int) -> None:
     """The best is found by trying all."""
 
@@ -60,7 +60,7 @@ def test_the_fullest_micro_batch_is_within_a_third_of_the_best_division(lengths:
 
 
 @given(batches, st.integers(1, 8), st.integers(1, 250))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_ranks_differ_by_no_more_than_the_longest_micro_batch(
     lengths: list[int], num_ranks: int, max_tokens: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_ranks_differ_by_no_more_than_the_longest_micro_batch(
 
 
 @given(batches, st.integers(1, 8), st.integers(1, 250))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_micro_batches_are_not_wasted(lengths: list[int], num_ranks: int, max_tokens: int) -> None:
     """Two half-full micro-batches could have been one, so at most about twice the least possible number are used."""
     bounded = [min(length, max_tokens) for length in lengths]
@@ -122,7 +122,7 @@ def test_a_context_rank_has_the_chunk_of_its_number_from_either_end_of_every_seq
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_context_ranks_tokens_make_up_the_pack_again(chunks: list[int], size: int) -> None:
     cu_seqlens = torch.tensor([0, *(2 * size * length for length in chunks)]).cumsum(0)
     packed = torch.arange(2 * int(cu_seqlens[-1])).view(-1, 2)

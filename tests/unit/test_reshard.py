@@ -167,7 +167,7 @@ def test_every_small_layout_gives_back_the_tensors_bit_for_bit() -> None:
         assert all(torch.equal(restored[name], full[name]) for name in full)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     data=st.data(), tp=st.sampled_from([1, 2, 4]), etp=st.sampled_from([1, 2, 3]), vocab=st.integers(1, 40),
     queries=st.integers(1, 3), dim=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]),

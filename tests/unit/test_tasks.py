@@ -96,7 +96,7 @@ def test_an_unusable_line_is_named_by_file_and_number(tmp_path, records, message
 
 
 @given(st.fixed_dictionaries({"prompt": ANY_TEXT, "label": ANY_VALUE}, optional={"id": ANY_TEXT, "x": ANY_VALUE}))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_task_is_refused_or_comes_out_of_a_lease_as_it_went_in(record):
     with TemporaryDirectory() as directory:
         try:

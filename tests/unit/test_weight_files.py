@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -112,7 +112,6 @@ def test_the_two_newest_versions_stay_and_what_was_never_finished_goes(tmp_path:
     assert sorted(path.name for path in final.parent.iterdir()) == ["1.2", "1.3"]
 
 
-@settings(deadline=None)
 @given(
     size=st.sampled_from([1, 7, 65_535, 65_536, 65_537, 200_000]), fraction=st.sampled_from([0.0, 0.001, 0.5, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]), seed=st.integers(0, 9),
