@@ -135,8 +135,9 @@ def _watch_threads(process: asyncio.subprocess.Process, most: int, exceeded: lis
     the event loop may be busy for as long. No rlimit bounds root's threads, and a cgroup is not everywhere to be had.
     """
     if process.returncode is None:  # else its number may be another's by now
-        stat, pidfd = FileIO(f"/proc/{process.pid}/stat"), FileIO(os.pidfd_open(process.pid))
-        threading.Thread(target=_kill_above, args=(most, stat, pidfd, exceeded), daemon=True).start()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended; the loop hears of it next
+            stat, pidfd = FileIO(f"/proc/{process.pid}/stat"), FileIO(os.pidfd_open(process.pid))
+            threading.Thread(target=_kill_above, args=(most, stat, pidfd, exceeded), daemon=True).start()
 
 
 def _kill_above(most: int, stat: FileIO, pidfd: FileIO, exceeded: list[str]) -> None:
