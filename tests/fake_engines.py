@@ -66,7 +66,7 @@ def with_engines(
     engines: list[FakeEngine],
     use: Callable[..., Awaitable[Any]],
     max_retries: int = 2,
-    seconds: float = 20,
+    seconds: float = 90,
     **options: Any,
 ) -> Any:
     """Run ``use(client, registry)`` for ``seconds`` at most; ``registry`` is the list the client sees."""

@@ -40,7 +40,7 @@ def test_an_answer_that_nobody_reads_holds_neither_memory_nor_a_turn():
         await asyncio.Event().wait()
 
     async def scenario():
-        guard, statuses = Guard(echo, "secret", MOST, patience=0.5), []
+        guard, statuses = Guard(echo, "secret", MOST), []
         deaf = [asyncio.create_task(request(guard, never_read)) for _ in range(10)]
         await asyncio.sleep(0.01)
 

@@ -78,7 +78,7 @@ def with_service(use: Callable[..., Awaitable[Any]], *, limit: int = 8, idle: fl
         transport = Flaky(create_app(episodes, "secret"), **flaky)
         headers = {"Authorization": "Bearer secret"}
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(90),
             httpx.AsyncClient(transport=transport, base_url="http://service", headers=headers) as http,
         ):
             return await use(SimpleNamespace(http=http, made=made, episodes=episodes, transport=transport))
@@ -203,10 +203,11 @@ def test_an_episode_waits_for_a_place_and_gets_it_when_another_ends():
 
 def test_an_episode_that_nobody_calls_is_closed_and_gives_up_what_it_was_doing():
     async def use(service):
-        expiring = asyncio.create_task(service.episodes.expire())
         episode = RemoteEpisode(service.http, outage=0)
         await episode.reset(Task("t", "wait", None, {}))
         acting = asyncio.create_task(episode.act([7]))
+        await eventually(lambda: service.made[0].acted)
+        expiring = asyncio.create_task(service.episodes.expire())  # not before: the machine may have stalled since
         await eventually(lambda: service.made[0].closed)
         with pytest.raises(EnvironmentFailure, match=r"\(410\).*was closed during its turn 1"):
             await acting

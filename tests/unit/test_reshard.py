@@ -262,11 +262,11 @@ def test_at_the_size_of_glm_5_2_on_256_ranks_the_plan_takes_seconds() -> None:
     )  # fmt: skip
     starts = (0, 14, 22, 30, 38, 46, 54, 62, 78)  # layers per pipeline stage: 14, six times 8, 16
     stages = tuple(sum(layer >= start for start in starts[1:-1]) for layer in range(78))
-    started = time.monotonic()
+    started = time.process_time()  # what others do on this machine does not count
     layout = Layout(256, stages, tp=4, pp=8, ep=32, experts=256)
     plan = build_plan(weights, layout, 2**30, spread_sources(layout, 1))
     broadcast, p2p = broadcast_traffic(plan, [16] * 8), p2p_traffic(plan, [16] * 8)
-    assert time.monotonic() - started < 30  # 3 s on an idle core
+    assert time.process_time() - started < 30  # 3 s on an idle core
     total = sum(prod(shape) * 2 for w in weights for shape in w.shapes if w.dtype == torch.bfloat16)
     assert 1.4e12 < total < 1.6e12
     assert sum(broadcast.sent.values()) == pytest.approx(8 * total, rel=1e-5)

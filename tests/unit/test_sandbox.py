@@ -201,7 +201,7 @@ def test_root_too_has_no_capability_but_to_pass_over_modes():
 
 def test_copies_temporary_files_threads_and_alarms_work():
     code = """
-        import mmap, pathlib, shutil, signal, tempfile, threading
+        import mmap, pathlib, shutil, signal, tempfile, threading, time
         pathlib.Path("a/b").mkdir(parents=True)
         pathlib.Path("a/c").write_text("text")
         pathlib.Path("a/c").touch()
@@ -215,13 +215,16 @@ def test_copies_temporary_files_threads_and_alarms_work():
             file.truncate(4096)
             with mmap.mmap(file.fileno(), 0) as memory:
                 print(memory[:4])
-        signal.signal(signal.SIGALRM, lambda *_: print("alarm"))
+        rung = []
+        signal.signal(signal.SIGALRM, lambda *_: rung.append("alarm"))
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         threads = [threading.Thread(target=print, args=["thread"]) for _ in range(2)]
         for thread in threads:
             thread.start()
             thread.join()
-        signal.pause()
+        while not rung:
+            time.sleep(0.01)
+        print(*rung)
     """
     result = run(textwrap.dedent(code))
     assert (result.output.split(), result.outcome) == (["text"] * 3 + ["b'text'"] + ["thread"] * 2 + ["alarm"], "ok")
@@ -282,14 +285,14 @@ import ctypes, threading, time
 ctypes.CDLL(None).mallopt(-8, 1)
 threading.stack_size(32768)
 for _ in range({}):
-    threading.Thread(target=time.sleep, args=[0.5]).start()
+    threading.Thread(target=time.sleep, args=[{}]).start()
 """
 
 
 def test_threads_up_to_the_limit_run_and_more_end_it_also_while_the_event_loop_is_busy(tmp_path):
     async def beside_a_busy_loop():
         waiting = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
-        task, process, _ = await contained(waiting + THREADS.format(64), LIMITS)
+        task, process, _ = await contained(waiting + THREADS.format(64, 1000), LIMITS)
         (tmp_path / "go").touch()
         deadline = time.monotonic() + PATIENCE
         while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
@@ -297,8 +300,8 @@ def test_threads_up_to_the_limit_run_and_more_end_it_also_while_the_event_loop_i
         assert process.status() == psutil.STATUS_ZOMBIE
         return await task
 
-    assert run(THREADS.format(63)).outcome == "ok"  # and the main thread
-    for result in (run(THREADS.format(6000)), asyncio.run(beside_a_busy_loop())):
+    assert run(THREADS.format(63, 0.5)).outcome == "ok"  # and the main thread
+    for result in (run(THREADS.format(6000, 1000)), asyncio.run(beside_a_busy_loop())):
         assert (result.outcome, result.output) == ("killed", "[killed: more than 64 threads]")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -77,8 +78,11 @@ def make_sidecar(tmp_path, monkeypatch):
 
 
 def child_of_this_test() -> psutil.Process | None:
-    children = psutil.Process().children()  # of earlier tests, too
-    return next((child for child in children if "http.server" in " ".join(child.cmdline())), None)
+    for child in psutil.Process().children():  # of earlier tests, too, and they may end meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "http.server" in " ".join(child.cmdline()):
+                return child
+    return None
 
 
 def test_the_sidecar_registers_its_server_and_registers_again_what_it_had_to_restart(make_sidecar):
@@ -191,7 +195,7 @@ def test_a_server_that_is_another_ones_is_not_taken_for_ours(tmp_path):
     server.start()
     try:
         with pytest.raises(ServerFailed, match=r"serves weights '7.7', not '0.0'"):
-            asyncio.run(wait_until_serving(server, f"http://127.0.0.1:{port}", "token", "0.0", timeout=20))
+            asyncio.run(wait_until_serving(server, f"http://127.0.0.1:{port}", "token", "0.0", timeout=90))
     finally:
         server.kill()
 

@@ -170,7 +170,7 @@ def run_as_step(tmp_path: Path, script: str, label: bool = False) -> SupervisedS
     argv = ["sh", "-c", script, *(["--label"] if label else [])]
     step = SupervisedStep("part", argv, dict(os.environ), tmp_path)
     step.start()
-    assert step.wait(time.monotonic() + 10)
+    assert step.wait(time.monotonic() + 60)
     return step
 
 

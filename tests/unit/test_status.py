@@ -7,6 +7,7 @@ import pytest
 
 from megatron_sao.cli import main as cli
 from megatron_sao.config import ConfigError, load_config
+from megatron_sao.launch import local
 from megatron_sao.launch.local import exclusive
 from tests.recorded_run import write_run
 
@@ -90,10 +91,13 @@ def test_a_finished_run_is_called_complete_and_a_client_that_left_is_no_error(tm
     assert "none in the logs" in shown
 
 
-def test_a_glance_at_the_lock_keeps_no_launcher_from_starting(tmp_path):
+def test_a_glance_at_the_lock_keeps_no_launcher_from_starting(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_LOCK_SECONDS", 60.0)
     (tmp_path / "launcher.lock").touch()
     with (tmp_path / "launcher.lock").open() as glance:
         fcntl.flock(glance, fcntl.LOCK_SH)
         threading.Timer(0.2, fcntl.flock, (glance, fcntl.LOCK_UN)).start()
-        with exclusive(tmp_path), pytest.raises(ConfigError, match="belongs to a run in progress"), exclusive(tmp_path):
-            pass
+        with exclusive(tmp_path):
+            monkeypatch.setattr(local, "_LOCK_SECONDS", 0.5)
+            with pytest.raises(ConfigError, match="belongs to a run in progress"), exclusive(tmp_path):
+                pass

@@ -20,7 +20,7 @@ from megatron_sao.rollout import worker as module
 from megatron_sao.rollout.environment import EnvironmentFailure
 from megatron_sao.rollout.worker import Player, Worker
 from tests.fake_engines import FakeEngine, generated, hanging, http_error, with_engines
-from tests.serving import eventually
+from tests.serving import eventually, skip_time
 
 
 def config(tmp_path: Path, environment: str, **rollout: Any) -> RunConfig:
@@ -41,6 +41,7 @@ class OneTurn:
     """Pays 1 for any action; the tasks named below misbehave."""
 
     cancelled: ClassVar[list[str]] = []  # ids of tasks
+    in_tool: ClassVar[list[str]] = []
 
     def __init__(self, tokenizer: Any, prompt: int = 1) -> None:
         self.prompt = prompt
@@ -57,6 +58,7 @@ class OneTurn:
             return
         if task.prompt == "slow tool":
             await session.generate(4)
+            self.in_tool.append(task.id)
             await asyncio.sleep(3600)
         if task.prompt == "own timeout":
             raise TimeoutError("the service did not answer")
@@ -134,6 +136,7 @@ def work(
     prompts: list[str],
     engine: FakeEngine,
     during: Callable[[FakeBuffer], Awaitable[None]] | None = None,
+    **options: Any,
 ) -> FakeBuffer:
     """Let a worker play ``prompts`` until all visits have ended and ``during(buffer)`` has returned; then stop it."""
 
@@ -142,11 +145,11 @@ def work(
         worker = asyncio.create_task(Worker(settings, "w0", buffer, Player(settings, client, Digits())).run())
         await (during(buffer) if during else buffer.all_ended.wait())
         worker.cancel()
-        await asyncio.wait([worker], timeout=3)
+        await asyncio.wait([worker])
         assert worker.cancelled()
         return buffer
 
-    return with_engines([engine], use, max_retries=0)
+    return with_engines([engine], use, max_retries=0, **options)
 
 
 def test_the_worker_plays_every_visit_and_submits_valid_trajectories(tmp_path):
@@ -189,16 +192,29 @@ async def slow_second_turn(body: dict[str, Any]) -> web.Response:
 def test_whose_time_was_up_decides_what_becomes_of_the_episode(tmp_path):
     """The environment's is a failure; the policy's truncates what it has said so far, unless it has said nothing."""
     prompts = ["slow tool", "own timeout", "two turns"]
-    settings = config(tmp_path, "OneTurn", episode_timeout=1.0, concurrency=3)
-    buffer = work(settings, prompts, FakeEngine("a", slow_second_turn))
+    settings = config(tmp_path, "OneTurn", episode_timeout=1000.0, concurrency=3)
+
+    def out_of_time(engine: FakeEngine, prompts: list[str], stuck: Callable[[], Any]) -> FakeBuffer:
+        async def during(buffer: FakeBuffer) -> None:
+            await eventually(stuck)
+            skip_time(1000)
+            await buffer.all_ended.wait()
+
+        return work(settings, prompts, engine, during, seconds=3000)
+
+    engine = FakeEngine("a", slow_second_turn)
+    OneTurn.in_tool.clear()
+    second_turn = lambda: any(len(body["input_ids"]) > 1 for body in engine.bodies)  # noqa: E731
+    buffer = out_of_time(engine, prompts, lambda: OneTurn.in_tool and second_turn())
     ended = {prompt: next(t for t in buffer.submitted if t.task_id == f"t{i}") for i, prompt in enumerate(prompts)}
-    assert ended["slow tool"].failure == "the environment timed out (rollout.episode_timeout = 1 s)"
+    assert ended["slow tool"].failure == "the environment timed out (rollout.episode_timeout = 1000 s)"
     assert ended["own timeout"].failure == "TimeoutError in the environment: the service did not answer"
     assert ended["two turns"].failure is None and ended["two turns"].truncated
     assert ended["two turns"].validate(100, 10).token_ids.tolist() == [1, 4, 9]  # without the turn in flight
-    silent = work(settings, ["p"], FakeEngine("a", hanging)).submitted[0]
+    silent_engine = FakeEngine("a", hanging)
+    silent = out_of_time(silent_engine, ["p"], lambda: silent_engine.bodies).submitted[0]
     assert silent.failure == (
-        "the policy could not act: its first turn was not over when the time was up (rollout.episode_timeout = 1 s)"
+        "the policy could not act: its first turn was not over when the time was up (rollout.episode_timeout = 1000 s)"
     )
 
 
