@@ -55,7 +55,7 @@ class Answer(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.calls.append(self.path)
         if self.path in self.server.hung:
-            self.server.closing.wait(30)
+            self.server.closing.wait(120)
             if not self.server.resumes:
                 return
         refused = self.path in self.server.refused
@@ -78,9 +78,19 @@ def engines() -> Iterator[list[FakeEngine]]:
         engine.shutdown()
 
 
-def make_pusher(world: Backend, tmp_path: Path, timeout: float = 2.0) -> WeightPusher:
+def make_pusher(world: Backend, tmp_path: Path, timeout: float) -> WeightPusher:
     settings = WeightsConfig(timeout=timeout)
     return WeightPusher(OneBucket(), HFModel(tmp_path, {}, "llama"), settings, "t", "gloo", tmp_path, torch.float32)
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, hung: FakeEngine) -> None:
+    """Only the engine that is to hang has little time: no other exceeds its own where this machine stalls."""
+    made = EngineControl.__init__
+
+    def make(self: EngineControl, url: str, token: str, timeout: float) -> None:
+        made(self, url, token, 1.0 if url == hung.url else timeout)
+
+    monkeypatch.setattr(EngineControl, "__init__", make)
 
 
 def receivers(*urls: str) -> list[Receiver]:
@@ -92,7 +102,7 @@ def test_engines_that_are_gone_or_refuse_cost_no_wait(world: Backend, tmp_path: 
     pusher, gone = make_pusher(world, tmp_path, timeout=60), "http://127.0.0.1:9"
     started = time.monotonic()
     failed = pusher.push(receivers(gone, engines[0].url), "1.1")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 40
     assert set(failed) == {gone, engines[0].url}
     assert "init_weights_update_group: 400" in failed[engines[0].url]
     pusher.close()
@@ -116,10 +126,12 @@ def test_an_engine_that_hangs_is_dropped_after_the_timeout_and_is_left_neither_p
     monkeypatch.setattr("megatron_sao.weights.link.SourceLink.send", lambda self, bucket: None)
     engines += [FakeEngine(hung=("/begin_weight_update",)), FakeEngine(refused=("/end_weight_update",)), FakeEngine()]
     hung, refusing, good = engines
-    pusher = make_pusher(world, tmp_path)
+    hurry(monkeypatch, hung)
+    monkeypatch.setattr("megatron_sao.weights.link.CLEAN_UP_SECONDS", 60.0)
+    pusher = make_pusher(world, tmp_path, timeout=100)
     started = time.monotonic()
     failed = pusher.push(receivers(hung.url, refusing.url, good.url), "1.1")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert set(failed) == {hung.url, refusing.url}
     cleaned = ["/end_weight_update", "/abort_request", "/continue_generation"]
     assert hung.calls[-3:] == cleaned and refusing.calls[-3:] == cleaned
@@ -151,7 +163,7 @@ class Broadcast:
 
 @pytest.fixture
 def link_to(engines: list, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[SourceLink, Broadcast]]:
-    def make(engine: FakeEngine, completes: bool = True, timeout: float = 20.0) -> tuple[SourceLink, Broadcast]:
+    def make(engine: FakeEngine, completes: bool = True, timeout: float = 100.0) -> tuple[SourceLink, Broadcast]:
         engines.append(engine)
         broadcast = Broadcast(completes)
         monkeypatch.setattr("megatron_sao.weights.link.dist.broadcast", broadcast)
@@ -168,11 +180,13 @@ def test_a_bucket_is_on_its_way_while_the_engine_loads_the_one_before(link_to: C
     link.send(bucket)
     later = threading.Thread(target=link.send, args=(bucket,))
     later.start()
-    while engine.calls != [UPDATE] * 2:
+    deadline = time.monotonic() + 60
+    while (len(engine.calls), broadcast.count) != (2, 2) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert broadcast.count == 2 and later.is_alive(), "a third bucket must wait until the first is loaded"
+    assert (engine.calls, broadcast.count) == ([UPDATE] * 2, 2), "the second is sent while the first is loaded"
+    assert later.is_alive(), "a third bucket must wait until the first is loaded"
     engine.closing.set()
-    later.join(10)
+    later.join(60)
     assert not later.is_alive()
     link.finish()
 
@@ -203,7 +217,7 @@ def test_an_engine_that_takes_no_part_ends_the_wait_for_it(
     started = time.monotonic()
     with pytest.raises(error):
         link.send(next(OneBucket().buckets()))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 def test_a_bucket_is_used_while_the_next_is_gathered_and_before_that_is_used() -> None:
@@ -217,7 +231,7 @@ def test_a_bucket_is_used_while_the_next_is_gathered_and_before_that_is_used() -
         yield None
 
     def use(number: int, _bucket: Bucket) -> None:
-        assert asked[number + 1].wait(10), "the next one is asked for only when this one has been used"
+        assert asked[number + 1].wait(60), "the next one is asked for only when this one has been used"
         assert number == 2 or not asked[number + 2].is_set(), "it would overwrite this one"
         used.append(number)
 
