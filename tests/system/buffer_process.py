@@ -24,6 +24,7 @@ from megatron_sao.config import dump_config, load_config
 from tests.trajectories import make_config
 
 TOKEN = "secret-of-this-run"
+PATIENCE = 60.0  # seconds for an answer: on a machine that stalls it may take some
 # A process forked from one that has imported everything starts ten times as fast, and is killed like any other.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.system.buffer_process"])
@@ -76,14 +77,32 @@ class Buffer:
     def connect(self):
         """A bare connection, for what no client library would send."""
         address = urlsplit(self.url)
-        return socket.create_connection((address.hostname, address.port), timeout=10)
+        return socket.create_connection((address.hostname, address.port), timeout=PATIENCE)
+
+    def wait_until_read(self):
+        """Wait until the process has taken from the kernel whatever was sent to it."""
+        deadline = time.monotonic() + PATIENCE
+        while self._unread():
+            assert time.monotonic() < deadline, "it does not read"
+            time.sleep(0.01)
+        assert self.get("/healthz").is_success  # and it has begun to deal with it, since this came later
+
+    def _unread(self):
+        """Bytes underway to it, and connections that it has not accepted."""
+        port, unread = f":{urlsplit(self.url).port:04X}", 0
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, ours, theirs, _, queues, *_ = line.split()
+            sending, receiving = (int(queue, 16) for queue in queues.split(":"))
+            unread += receiving * ours.endswith(port) + sending * theirs.endswith(port)
+        return unread
 
     def get(self, path, token=TOKEN):
-        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}"}
+        return httpx.get(self.url + path, headers=headers, trust_env=False, timeout=PATIENCE)
 
     def post(self, path, content=b"", token=TOKEN, **headers):
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
-        return httpx.post(self.url + path, content=content, headers=headers, trust_env=False)
+        return httpx.post(self.url + path, content=content, headers=headers, trust_env=False, timeout=PATIENCE)
 
 
 def serve(directory: Path, patience: float, roll_bytes: int, die_at: int | None) -> None:
