@@ -1,7 +1,8 @@
 """On PYTHONPATH this replaces the parts that the launcher starts by stand-ins; the command line stays the real one.
 
-FAKE_<PART> holds the words that say what the part does, FAKE_PIDS is a folder that gets a file per process, and
-FAKE_PACKAGES names the packages to replace (default: all). On the node FAKE_BAD_NODE another torch seems installed.
+FAKE_<PART> holds the words that say what the part does, FAKE_PIDS is a folder that gets a file per process,
+FAKE_PACKAGES names the packages to replace (default: all), FAKE_AFTER the parts without which none succeeds. On the
+node FAKE_BAD_NODE another torch seems installed.
 """
 
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 def part(name: str):
     def main(*_arguments: object) -> int:
         Path(os.environ["FAKE_PIDS"], f"{name}.{os.getpid()}").touch()
+        others = os.environ.get("FAKE_AFTER", "").split()
         for word in os.environ.get(f"FAKE_{name.upper()}", "sleep").split():
             if word == "stubborn":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -35,6 +37,8 @@ def part(name: str):
                     signal.signal(number, lambda *_: os._exit(75))
             elif word == "succeed":
                 time.sleep(1)
+                while not all(list(Path(os.environ["FAKE_PIDS"]).glob(f"{part}.*")) for part in others):
+                    time.sleep(0.05)
                 return 0
         time.sleep(300)
         return 0
