@@ -28,6 +28,7 @@ from megatron_sao.run_identity import run_identity
 
 log = logging.getLogger(__name__)
 
+RELEASE_SECONDS = 2.0  # that a stopped worker may take to give back what it was playing
 LEASE_WAIT = 5.0  # seconds the buffer may hold a lease call while it has no visit to give
 FAILURES_IN_A_ROW = 100  # episodes; after that it is the environment that is broken, not an episode
 EVAL_SAMPLING = SamplingConfig(temperature=1.0)
@@ -268,9 +269,9 @@ class Worker:
             log.warning("visit %s was not ours to give back: %s", visit_id, error.message)
 
     async def _release_all(self) -> None:
-        """Best effort within two seconds: what is not given back expires by itself."""
+        """Best effort: what is not given back expires by itself."""
         try:
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(RELEASE_SECONDS):
                 await asyncio.gather(*(self._release(*key, "the worker stopped") for key in self._active))
         except (TimeoutError, BufferUnavailable) as error:
             log.warning("leases were left to expire: %s", error or "the buffer did not answer in time")

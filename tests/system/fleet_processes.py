@@ -19,12 +19,15 @@ TOKENS_PER_SECOND = 20.0
 
 class Engine:
     """Answers SGLang's ``/generate`` with random tokens, slowly. A push makes it stand still for a while and gives it a
-    version: tokens sampled before and after carry their own."""
+    version: tokens sampled before and after carry their own. When it is told to stand still, turns get no further than
+    to their first token until a push."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self.version, self.in_flight, self.going = "0.0", 0, asyncio.Event()
         self.going.set()
+        self.free = asyncio.Event()
+        self.free.set()
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -34,6 +37,8 @@ class Engine:
             for _ in range(body["sampling_params"]["max_new_tokens"]):
                 await asyncio.sleep(1 / TOKENS_PER_SECOND)
                 await self.going.wait()
+                if tokens:
+                    await self.free.wait()
                 tokens.append(self._rng.randrange(1, 7))
                 logprobs.append([-self._rng.random(), tokens[-1], None])
                 versions.append(self.version)
@@ -49,6 +54,11 @@ class Engine:
         await asyncio.sleep(0.2)
         self.version = (await request.json())["version"]
         self.going.set()
+        self.free.set()
+        return web.Response()
+
+    async def stand_still(self, _: web.Request) -> web.Response:
+        self.free.clear()
         return web.Response()
 
     async def state(self, _: web.Request) -> web.Response:
@@ -59,6 +69,7 @@ async def serve_engine(address: Path, seed: int) -> None:
     engine, app = Engine(seed), web.Application()
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/push", engine.push)
+    app.router.add_post("/stand_still", engine.stand_still)
     app.router.add_post("/abort_request", engine.state)
     app.router.add_get("/state", engine.state)
     runner = web.AppRunner(app, handler_cancellation=True)  # as SGLang: a client that leaves ends its request
@@ -79,6 +90,7 @@ def run_worker(directory: Path, buffer_url: str, token: str, worker_id: str) -> 
     for stream in (1, 2):
         os.dup2(log, stream)
     worker.load_tokenizer = lambda path: None
+    worker.RELEASE_SECONDS = 60.0  # on a machine that stalls it needs more than two
     sys.exit(worker.main(load_config(directory / "run.yaml"), directory, worker_id))
 
 

@@ -87,7 +87,7 @@ class Fleet:
             if engine.state == "down" or not self.engines[engine.id].is_alive():
                 continue
             self.trainer.mark_engine(engine.id, "dirty", None, self.incarnation)
-            httpx.post(f"{engine.url}/push", json={"version": version}, trust_env=False)
+            httpx.post(f"{engine.url}/push", json={"version": version}, trust_env=False, timeout=60)
             try:
                 self.trainer.mark_engine(engine.id, "clean", version, self.incarnation)
             except BufferError as error:
@@ -107,20 +107,24 @@ class Fleet:
             self.push()
 
     def until_episodes_are_in_flight(self, *names):
-        """Ask for batches, which lets new episodes begin, until each of these engines (default: all) plays some."""
+        """Ask for batches, which lets new episodes begin, until each of these engines (default: all) plays some. They
+        stand still with them until the next push, so that what comes next finds them in flight, however late."""
         for _ in range(30):
+            for name in names or self.engines:
+                httpx.post(f"{self.urls[name]}/stand_still", trust_env=False, timeout=60)
             self.trainer.batch("rl", self.step, self.incarnation, BATCH, self.step, 0)  # the next train() gets the same
             for _ in range(20):
                 if all(self.in_flight(name) for name in names or self.engines):
                     return
                 time.sleep(0.02)
+            self.push()
             self.train(1)
         raise AssertionError(f"no episodes in flight: {self.trainer.stats()}")
 
     def in_flight(self, name):
         if not self.engines[name].is_alive():
             return 0
-        return httpx.get(f"{self.urls[name]}/state", trust_env=False).json()["in_flight"]
+        return httpx.get(f"{self.urls[name]}/state", trust_env=False, timeout=60).json()["in_flight"]
 
     def _beat(self):
         while self._beating:
@@ -169,7 +173,7 @@ def account(fleet):
     for worker in fleet.workers.values():
         worker.terminate()
     for worker in fleet.workers.values():
-        worker.join(30)
+        worker.join(90)
         assert worker.exitcode == 0, "a worker did not end in good order"
     stats, dropped = fleet.trainer.stats(), fleet.trainer.dropped(limit=1000)
     fleet.stop_sidecars()  # before the buffer, or they would wait for it
@@ -194,7 +198,7 @@ def test_a_weight_update_changes_versions_within_episodes_and_loses_none(fleet):
     fleet.train(3)
     fleet.until_episodes_are_in_flight()
     fleet.push()
-    fleet.train(2)
+    fleet.train(4)
     assert any(len(trajectory.action_versions) > 1 for trajectory in fleet.trained)
 
 
@@ -217,6 +221,7 @@ def test_crashed_workers_visits_go_out_again(fleet):
         end(fleet.workers[name])
     for name in list(fleet.workers):
         fleet.start_worker(name)
+    fleet.push()
     wait_until(lambda: fleet.trainer.stats()["leases_expired"] > expired, "expired lease")
     before = len(fleet.trained)
     fleet.train(8)
@@ -229,6 +234,7 @@ def test_a_buffer_restart_interrupts_nobody(fleet):
     fleet.buffer.kill()
     time.sleep(1)
     fleet.buffer.start()
+    fleet.push()
     fleet.train(3)
     assert fleet.trainer.stats()["leases_released"] == released
 
