@@ -8,13 +8,13 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_sao.launch.ports import port_of, reserve_port
 from megatron_sao.launch.process import die_with_parent
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -81,7 +81,7 @@ class Cluster:
         files["pid"] = str(self.root / "munged.pid")
         self._start("munged", "--foreground", f"--key-file={key}", f"--socket={files['socket']}",
                     f"--seed-file={files['seed']}", f"--pid-file={files['pid']}", "--num-threads=2")  # fmt: skip
-        self.wait_for(lambda: Path(files["socket"]).exists(), 20, "munge")
+        self.wait_for(lambda: Path(files["socket"]).exists(), 60, "munge")
         self._start("slurmctld", "-D")
         for node in NODES:
             self._start("slurmd", "-D", "-N", node)
@@ -100,10 +100,13 @@ class Cluster:
                 daemon.wait(10)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+        for reserved in self._ports:
+            reserved.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _configure(self) -> None:
-        port, *node_ports = _free_ports(1 + len(NODES))
+        self._ports = [reserve_port("") for _ in range(1 + len(NODES))]  # nobody else gets them before the daemons do
+        port, *node_ports = map(port_of, self._ports)
         first_job = random.randrange(1000, 50_000)  # a job's ports follow from its id, and another cluster may be here
         for device in range(4):  # Slurm wants character devices whose names end with a number
             (self.root / f"gpu{device}").symlink_to("/dev/null")
@@ -154,13 +157,3 @@ class Cluster:
         """Have the backfill scheduler, which alone starts heterogeneous jobs, look at a pending one: in a cluster where
         nothing else happens it does not do so by itself."""
         self.run("scontrol", "update", f"JobId={job}", "Comment=wake", check=False)
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.socket() for _ in range(count)]
-    for listener in listeners:
-        listener.bind(("", 0))
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
