@@ -3,6 +3,14 @@
 import os
 
 
+def patient(label: str, answer: str) -> bool:
+    """The product's comparison with ten times its time, for a machine that stalls."""
+    from megatron_sao.rollout.environments import math  # slow to import
+
+    math.CHECK_SECONDS = 50
+    return math.equal(label, answer)
+
+
 def dies_over_poison(label: str, answer: str) -> bool:
     if "poison" in answer:
         os.abort()

@@ -45,7 +45,7 @@ def copy(tmp_path: Path) -> Iterator[LocalCopy]:
     thread.join()
 
 
-def publisher(policy: PolicySide, directory: Path, timeout: float = 10.0) -> Publisher:
+def publisher(policy: PolicySide, directory: Path, timeout: float = 100.0) -> Publisher:
     settings = WeightsConfig(mode="delta", timeout=timeout)
     return Publisher(policy.gatherer(), policy.model, settings, directory)
 
@@ -87,7 +87,7 @@ def test_without_a_patched_copy_the_engine_gets_a_full_version_after_the_timeout
 def test_checksums_are_of_the_weights_published_however_they_travel(
     mode: str, policy: PolicySide, copy: LocalCopy, tmp_path: Path
 ) -> None:
-    writer = Publisher(policy.gatherer(), policy.model, WeightsConfig(mode=mode, timeout=10.0), tmp_path)
+    writer = Publisher(policy.gatherer(), policy.model, WeightsConfig(mode=mode, timeout=100.0), tmp_path)
     for number in range(2):
         policy.perturb(number)
         seen, expected = (EngineChecksums(policy.model, 2, torch.float32) for _ in range(2))

@@ -11,7 +11,7 @@ from megatron_sao.rollout.client import Generation, ModelLimits
 from megatron_sao.rollout.environments import math
 from megatron_sao.rollout.environments.math import MathWithPython, program
 from megatron_sao.rollout.session import Session
-from tests.checkers import dies_over_poison
+from tests.checkers import dies_over_poison, patient
 from tests.unit.test_arithmetic import SPECIAL, VOCABULARY, tokenizer  # noqa: F401 (a fixture)
 
 END = SPECIAL[1]
@@ -65,16 +65,24 @@ def test_a_program_cannot_speak_for_the_policy_or_the_user(tokenizer):  # noqa: 
     assert specials == [0, 1, 0]  # those of the template alone
 
 
-def test_answers_are_compared_as_values(tokenizer):  # noqa: F811
+def test_answers_are_compared_as_values(tokenizer, monkeypatch):  # noqa: F811
     environment = MathWithPython(tokenizer)
+    monkeypatch.setattr(math, "equal", patient)
     cases = [
         ("1/2", "0.5", 1.0), (r"\frac{1}{2}", r"\frac{2}{4}", 1.0), ("x^2-1", "(x-1)(x+1)", 1.0), (7, "7", 1.0),
-        ("7", "8", 0.0), ("1/2", "", 0.0), ("1/2", r"\frac{1}{", 0.0), ("3", "9^{9^{9^{9^{9}}}}", 0.0),
+        ("7", "8", 0.0), ("1/2", "", 0.0), ("1/2", r"\frac{1}{", 0.0),
     ]  # fmt: skip
     for label, answer, reward in cases:
         trajectory, _ = play(tokenizer, label, f"\\boxed{{{answer}}}{END}", environment=environment)
         assert trajectory.total_reward == reward, (label, answer)
     assert play(tokenizer, "7", f"It is 7.{END}", environment=environment)[0].total_reward == 0.0  # not boxed
+    asyncio.run(environment.close())
+
+
+def test_an_answer_that_takes_for_ever_to_compare_is_wrong(tokenizer):  # noqa: F811
+    environment = MathWithPython(tokenizer)
+    answer = f"\\boxed{{9^{{9^{{9^{{9^{{9}}}}}}}}}}{END}"
+    assert play(tokenizer, "3", answer, environment=environment)[0].total_reward == 0.0
     asyncio.run(environment.close())
 
 
