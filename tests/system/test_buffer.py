@@ -178,9 +178,9 @@ def test_registrations_leases_and_the_address_survive_a_kill(buffer):
 def test_everything_but_healthz_needs_the_token(shared):
     for path in ("/v1/stats", "/v1/engines", "/metrics", "/v1/trajectories/x", "/nowhere"):
         assert shared.get(path, token="wrong").status_code == 401
-        assert httpx.get(shared.url + path, trust_env=False).status_code == 401
+        assert httpx.get(shared.url + path, trust_env=False, timeout=60).status_code == 401
     assert shared.post("/v1/trainers", b"{}", token="x").status_code == 401
-    assert httpx.get(f"{shared.url}/healthz", trust_env=False).json() == {"status": "ok"}
+    assert httpx.get(f"{shared.url}/healthz", trust_env=False, timeout=60).json() == {"status": "ok"}
     with pytest.raises(BufferError, match="MEGATRON_SAO_TOKEN") as caught:
         BufferClient(shared.url, "wrong").stats()
     assert caught.value.status == 401

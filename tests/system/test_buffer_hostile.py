@@ -112,7 +112,8 @@ def test_wrong_tokens_and_wrong_paths_are_counted(buffer):
     before = refusals(buffer)
     assert buffer.get("/v1/stats", token="guess").status_code == 401
     assert buffer.get("/v1/stats", token="guess again").status_code == 401
-    assert httpx.delete(f"{buffer.url}/v1/stats", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    assert httpx.delete(f"{buffer.url}/v1/stats", headers=headers, timeout=LONG).status_code == 405
     assert buffer.post("/v1/trajectories", b"x" * 100_001).status_code == 413
     assert buffer.get("/v1/secrets").status_code == 404
     assert buffer.post("/v1/commits/rl/0", b'{"incarnation": 7}').status_code == 409
@@ -215,7 +216,8 @@ def test_a_body_behind_an_offer_to_upgrade_is_read(buffer):
 def test_a_large_body_with_a_wrong_token_is_told_so(buffer, chunked):
     body = make_trajectory().encode() * 4000
     content = (body[i : i + 2**14] for i in range(0, len(body), 2**14)) if chunked else body
-    response = httpx.post(f"{buffer.url}/v1/trajectories", content=content, headers={"Authorization": "Bearer wrong"})
+    headers = {"Authorization": "Bearer wrong"}
+    response = httpx.post(f"{buffer.url}/v1/trajectories", content=content, headers=headers, timeout=LONG)
     assert len(body) > 2**20 and response.status_code == 401
 
 

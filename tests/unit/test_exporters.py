@@ -16,7 +16,7 @@ from tests.trajectories import make_config
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False, timeout=60).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert all(sample.labels["run"] == "test" for sample in samples)
     return {(sample.name, sample.labels["stage"]): sample.value for sample in samples}
