@@ -131,21 +131,25 @@ def test_every_token_carries_the_version_the_server_was_started_with(glm4_moe_se
 
 def test_an_aborted_turn_goes_on_from_the_tokens_it_had(glm4_moe_server, hf_model):
     async def use(client):
-        turn = asyncio.create_task(client.generate(PROMPT, SAMPLING, 240))
-        await asyncio.sleep(0.3)
-        assert not turn.done()
-        await asyncio.to_thread(post, glm4_moe_server, "/abort_request", abort_all=True)
-        return await turn
+        for _ in range(20):  # until one is in the middle when it is aborted: this process, too, may stand still
+            turn = asyncio.create_task(client.generate(PROMPT, SAMPLING, 240))
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(post, glm4_moe_server, "/abort_request", abort_all=True)
+            answer = await turn
+            assert len(answer.token_ids) == 240
+            if answer.retries:
+                return answer
+        raise AssertionError("no turn was aborted")
 
     answer = with_client(glm4_moe_server, use)
-    assert answer.retries >= 1 and len(answer.token_ids) == 240
     expected = reference(hf_model, PROMPT + answer.token_ids, 1.0)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
 
 
 def test_wrong_key_is_refused_by_generate_and_by_the_admin_calls(glm4_moe_server):
     for path in ("/generate", "/pause_generation"):
-        answer = httpx.post(f"{glm4_moe_server.engine.url}{path}", json={}, headers={"Authorization": "Bearer no"})
+        headers = {"Authorization": "Bearer no"}
+        answer = httpx.post(f"{glm4_moe_server.engine.url}{path}", json={}, headers=headers, timeout=60)
         assert answer.status_code == 401
 
 
@@ -205,8 +209,16 @@ def test_a_server_that_gives_no_tokens_is_sick_until_it_goes_on(glm4_moe_server,
     async def run() -> None:
         probe = health.HealthProbe(glm4_moe_server.engine.url, TOKEN, timeout=0)
         probe.heed("clean")
+        answers = []
+        ask = probe._ask
+
+        async def asked(http) -> str | None:
+            answers.append(await ask(http))
+            return answers[-1]
+
+        probe._ask = asked
         task = asyncio.create_task(probe.run())
-        await asyncio.sleep(3)
+        await eventually(lambda: answers[-3:] == [None] * 3)
         assert probe.sick is None
         scheduler.suspend()
         try:
