@@ -145,6 +145,17 @@ def errors_in_flight(
 ) -> dict[tuple[str, bool], float]:
     """Push in the middle of twelve turns. Largest difference of a log-probability from that of the token's own version,
     by version and by whether the turn began with another."""
+    for attempt in range(5):  # until the push is in their middle: this process, too, may stand still
+        httpx.post(f"{server.engine.url}/flush_cache", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        errors = errors_of_a_push(server, policy, pusher, versions, directory / str(attempt))
+        if (versions[1], True) in errors:
+            return errors
+    raise AssertionError("no turn was under way when the weights changed")
+
+
+def errors_of_a_push(
+    server: Server, policy: PolicySide, pusher: WeightPusher, versions: tuple[str, str], directory: Path
+) -> dict[tuple[str, bool], float]:
     policy.reset()
     old = AutoModelForCausalLM.from_pretrained(policy.save(directory / "old"), dtype=torch.float32).eval()
     assert pusher.push([receiver(server)], versions[0]) == {}
@@ -170,7 +181,6 @@ def errors_in_flight(
             error = float(np.abs(answer.logprobs[start:end] - expected[start:end]).max())
             kind = version, start > 0
             errors[kind] = max(errors.get(kind, 0.0), error)
-    assert (versions[1], True) in errors, "no turn was under way when the weights changed"
     return errors
 
 
@@ -402,16 +412,16 @@ def test_an_engine_that_hangs_in_mid_push_is_dropped_alone_and_readmitted_clean(
             os.kill(pid, signal.SIGSTOP)
 
     moe.perturb(31)
-    pusher = push(gatherer=Interrupted(moe, stop), timeout=4)
+    pusher = push(gatherer=Interrupted(moe, stop), timeout=15)
     both = [receiver(glm4_moe_server), receiver(second_server)]
     started = time.monotonic()
     try:
         failed = pusher.push(both, "7.1")
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 90
         assert set(failed) == {both[1].key}
         assert_serves(glm4_moe_server, "7.1", moe, tmp_path / "first")
         moe.perturb(32)
-        failed = push(timeout=4).push([both[0], receiver(second_server, fresh=True)], "7.2")
+        failed = push(timeout=15).push([both[0], receiver(second_server, fresh=True)], "7.2")
         assert set(failed) == {both[1].key}, "still hanging"
     finally:
         for pid in processes(second_server):
