@@ -121,6 +121,11 @@ class Fleet:
             self.train(1)
         raise AssertionError(f"no episodes in flight: {self.trainer.stats()}")
 
+    def until_all_is_played(self):
+        """Nobody asks for a batch meanwhile, so nothing new begins: what was in flight is among the next to be trained
+        on, however long its worker or its engine stands still."""
+        wait_until(lambda: not any(self.trainer.stats()[f"visits_{state}"] for state in ("leased", "ready")), "end")
+
     def in_flight(self, name):
         if not self.engines[name].is_alive():
             return 0
@@ -198,6 +203,7 @@ def test_a_weight_update_changes_versions_within_episodes_and_loses_none(fleet):
     fleet.train(3)
     fleet.until_episodes_are_in_flight()
     fleet.push()
+    fleet.until_all_is_played()
     fleet.train(4)
     assert any(len(trajectory.action_versions) > 1 for trajectory in fleet.trained)
 
@@ -206,7 +212,8 @@ def test_an_engine_crash_moves_its_turns_to_the_other_one(fleet):
     fleet.until_episodes_are_in_flight("engine-0")
     before = len(fleet.trained)
     end(fleet.engines["engine-0"])
-    fleet.train(7)  # what had been stored by then fills the first three
+    fleet.until_all_is_played()
+    fleet.train(4)
     assert sum(trajectory.metrics["engine_retries"] for trajectory in fleet.trained[before:]) >= 1
     assert fleet.trainer.stats()["leases_released"] == 0, "no visit was given up"
     fleet.start_engine("engine-0")  # as its sidecar would; it serves once the trainer has pushed
@@ -223,8 +230,9 @@ def test_crashed_workers_visits_go_out_again(fleet):
         fleet.start_worker(name)
     fleet.push()
     wait_until(lambda: fleet.trainer.stats()["leases_expired"] > expired, "expired lease")
+    fleet.until_all_is_played()
     before = len(fleet.trained)
-    fleet.train(8)
+    fleet.train(4)
     assert any(trajectory.attempt > 1 for trajectory in fleet.trained[before:])
 
 
