@@ -30,7 +30,7 @@ test: setup
 	.venv/bin/pytest tests -m "not slow"
 
 test-full: setup lint
-	.venv/bin/pytest tests
+	.venv/bin/pytest tests --hypothesis-profile=search
 
 lock: setup
 	tools/setup/lock.sh

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A machine that stalls is no failure of a property, and the same commit gets the same examples; others are drawn under
-# `pytest --hypothesis-profile=search`.
+# A machine that stalls is no failure of a property, and the same commit gets the same examples; `make test-full` draws
+# others.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("search"), derandomize=True)
 settings.load_profile("steady")
