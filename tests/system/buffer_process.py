@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from megatron_sao.config import dump_config, load_config
 from tests.trajectories import make_config
 
 TOKEN = "secret-of-this-run"
-PATIENCE = 60.0  # seconds for an answer: on a machine that stalls it may take some
+LONG = 40.0  # seconds that nothing here takes, although the machine may stall for some
+PATIENCE = 1.0  # of a buffer to which clients are too slow
 # A process forked from one that has imported everything starts ten times as fast, and is killed like any other.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.system.buffer_process"])
@@ -77,11 +79,11 @@ class Buffer:
     def connect(self):
         """A bare connection, for what no client library would send."""
         address = urlsplit(self.url)
-        return socket.create_connection((address.hostname, address.port), timeout=PATIENCE)
+        return socket.create_connection((address.hostname, address.port), timeout=LONG)
 
     def wait_until_read(self):
         """Wait until the process has taken from the kernel whatever was sent to it."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + LONG
         while self._unread():
             assert time.monotonic() < deadline, "it does not read"
             time.sleep(0.01)
@@ -98,11 +100,23 @@ class Buffer:
 
     def get(self, path, token=TOKEN):
         headers = {"Authorization": f"Bearer {token}"}
-        return httpx.get(self.url + path, headers=headers, trust_env=False, timeout=PATIENCE)
+        return httpx.get(self.url + path, headers=headers, trust_env=False, timeout=LONG)
 
     def post(self, path, content=b"", token=TOKEN, **headers):
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"} | headers
-        return httpx.post(self.url + path, content=content, headers=headers, trust_env=False, timeout=PATIENCE)
+        return httpx.post(self.url + path, content=content, headers=headers, trust_env=False, timeout=LONG)
+
+
+@contextmanager
+def serving(directory, patience, **sections):
+    """A buffer of one trainer, until the end of the block."""
+    buffer = Buffer(directory, patience=patience, **sections)
+    buffer.start()
+    try:
+        buffer.client().register_trainer("test", 0)
+        yield buffer
+    finally:
+        buffer.kill()
 
 
 def serve(directory: Path, patience: float, roll_bytes: int, die_at: int | None) -> None:

@@ -11,6 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedTokenizerFast
 
 from tests.serving import CHARACTERS, CONTEXT, Server, run_config, serving
+from tests.system.buffer_process import Buffer
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +42,9 @@ def glm4_moe_server(glm4_moe_path: Path, tmp_path_factory: pytest.TempPathFactor
     config = run_config(glm4_moe_path, algorithm={"routing_replay": True})
     with serving("e0", config, tmp_path_factory.mktemp("logs")) as server:
         yield server
+
+
+@pytest.fixture
+def buffers(request: pytest.FixtureRequest) -> list[Buffer]:
+    """Those of the test's module, the patient and the impatient one, that the test is about."""
+    return [request.getfixturevalue(name) for name in ("buffer", "impatient") if name in request.fixturenames]

@@ -11,51 +11,35 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
+from tests.system.buffer_process import LONG, PATIENCE, TOKEN, on_async, serve_engine, serving
 from tests.trajectories import make_trajectory
 
 pytestmark = pytest.mark.system
 
-PATIENCE = 1.0  # of the buffer to which clients are too slow
-LONG = 40.0  # seconds that nothing here takes, although the machine may stall for some
 WAIT = json.dumps({"incarnation": 1, "batch_size": 2, "policy_version": 0, "wait": 100})  # for what never comes
 UNKNOWN = "POST /v1/trajectories HTTP/1.1\r\nHost: b\r\n"
 HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
 POLL = HEAD.replace("trajectories", "batches/rl/0") + "Content-Type: application/json\r\n"
-
-
-def started(directory, patience):
-    buffer = Buffer(directory, patience=patience, buffer={"max_body_bytes": 100_000})
-    buffer.start()
-    buffer.client().register_trainer("test", 0)
-    return buffer
+SECTIONS = {"buffer": {"max_body_bytes": 100_000}}
 
 
 @pytest.fixture(scope="module")
 def buffer(tmp_path_factory):
-    buffer = started(tmp_path_factory.mktemp("hostile"), 2 * LONG)
-    yield buffer
-    buffer.kill()
+    with serving(tmp_path_factory.mktemp("patient"), 2 * LONG, **SECTIONS) as buffer:
+        yield buffer
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
-    buffer = started(tmp_path_factory.mktemp("impatient"), PATIENCE)
-    yield buffer
-    buffer.kill()
-
-
-@pytest.fixture
-def used(request):
-    """Those of the two that the test is about."""
-    return [request.getfixturevalue(name) for name in ("buffer", "impatient") if name in request.fixturenames]
+    with serving(tmp_path_factory.mktemp("impatient"), PATIENCE, **SECTIONS) as buffer:
+        yield buffer
 
 
 @pytest.fixture(autouse=True)
-def unharmed(used):
+def unharmed(buffers):
     """After every test the process lives, has logged no error, and serves."""
     yield
-    for buffer in used:
+    for buffer in buffers:
         assert buffer.process.is_alive()
         assert "Traceback" not in buffer.log()
         began = time.monotonic()

@@ -17,53 +17,38 @@ import pytest
 
 from megatron_sao.buffer.body import LARGE
 from megatron_sao.buffer.guard import TURN_SECONDS
-from tests.system.buffer_process import TOKEN, Buffer, on_async, serve_engine
+from tests.system.buffer_process import LONG, PATIENCE, TOKEN, Buffer, on_async, serve_engine, serving
 from tests.trajectories import make_long_trajectory
 
 pytestmark = pytest.mark.system
 
-PATIENCE = 1.0  # of the buffer to which clients are too slow
-LONG = 40.0  # seconds that nothing here takes, although the machine may stall for some
 MOST = 2_000_000
 HEAD = f"POST /v1/trajectories HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\n"
 LEFT = f"GET /v1/stats HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode()
-
-
-def started(directory, patience):
-    buffer = Buffer(
-        directory, patience=patience, buffer={"max_body_bytes": MOST},
-        rollout={"environment": "package.module:Class", "max_tokens": 200_000}, rl={"batch_size": 16},
-    )  # fmt: skip
-    buffer.start()
-    buffer.client().register_trainer("test", 0)
-    return buffer
+SECTIONS = {
+    "buffer": {"max_body_bytes": MOST},
+    "rollout": {"environment": "package.module:Class", "max_tokens": 200_000},
+    "rl": {"batch_size": 16},
+}
 
 
 @pytest.fixture(scope="module")
 def buffer(tmp_path_factory):
-    buffer = started(tmp_path_factory.mktemp("large"), 2 * LONG)
-    yield buffer
-    buffer.kill()
+    with serving(tmp_path_factory.mktemp("patient"), 2 * LONG, **SECTIONS) as buffer:
+        yield buffer
 
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
-    buffer = started(tmp_path_factory.mktemp("impatient"), PATIENCE)
-    yield buffer
-    buffer.kill()
-
-
-@pytest.fixture
-def used(request):
-    """Those of the two that the test is about."""
-    return [request.getfixturevalue(name) for name in ("buffer", "impatient") if name in request.fixturenames]
+    with serving(tmp_path_factory.mktemp("impatient"), PATIENCE, **SECTIONS) as buffer:
+        yield buffer
 
 
 @pytest.fixture(autouse=True)
-def unharmed(used):
+def unharmed(buffers):
     """After every test a large trajectory goes in as it is, and no error has been logged."""
     yield
-    for buffer in used:
+    for buffer in buffers:
         assert buffer.process.is_alive()
         trajectory = large(buffer, "after")
         with buffer.connect() as connection:

@@ -163,12 +163,7 @@ def errors_of_a_push(
     new = AutoModelForCausalLM.from_pretrained(policy.save(directory / "new"), dtype=torch.float32).eval()
     models = dict(zip(versions, (old, new), strict=True))
     failures: list[dict[str, str]] = []
-
-    def later() -> None:
-        time.sleep(0.5)
-        failures.append(pusher.push([receiver(server)], versions[1]))
-
-    pushing = threading.Thread(target=later)
+    pushing = threading.Timer(0.5, lambda: failures.append(pusher.push([receiver(server)], versions[1])))
     pushing.start()
     prompts = [[*PROMPT, 1 + i] for i in range(12)]
     answers = generate(server, prompts, 220)
